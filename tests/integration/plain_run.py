@@ -150,4 +150,4 @@ def lived(rank: int, world_size: int, root: str, loop: Loop, kill_at: int | None
         tensors |= {f"average/{key}": value for key, value in average.state_dict().items()}
     tensors["rng"] = torch.get_rng_state()
     plt = ckpt.session.run_ledger.tokens.plt
-    return state | {"plt": plt, "tensors": tensors}
+    return state | {"plt": plt, "owed": [record.owed_tokens or 0 for record in records], "tensors": tensors}

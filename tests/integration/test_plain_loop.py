@@ -81,12 +81,14 @@ def test_the_initial_checkpoint_has_the_loader_before_its_first_batch(tmp_path: 
     require_alike(undisturbed, resumed)
 
 
-def test_moc_counts_what_a_kill_loses(tmp_path: Path):
-    loop = Loop(("MoC", {"k": 1}), stored=2)
+@pytest.mark.parametrize("policy", [("MoC", {"k": 1}), ("MoEtion", {"experts": 1, "capacity_boost": 0.5})])
+def test_tokens_that_a_kill_loses_are_counted(tmp_path: Path, policy):
+    loop = Loop(policy, stored=2)
     life(tmp_path, loop, kill_at=9)
     end = life(tmp_path, loop)
     assert 2 <= end["restored"] < STEPS, "experts take turns, of which the first checkpoint has all"
     assert 0 < end["plt"] < 1
+    assert (max(end["owed"]) > min(end["owed"])) == ("capacity_boost" in policy[1]), "stale experts get more"
 
 
 def made() -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -156,7 +158,7 @@ def test_what_cannot_be_saved_is_refused_at_the_start(tmp_path: Path, arguments,
 
 
 def test_a_loader_that_cannot_say_where_it_is_is_refused(tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"stateful=\{'loader'.*DataLoader lacks state_dict.*StatefulDataLoader"):
+    with pytest.raises(ConfigError, match=r"moe_ckpt.attach: loader \(DataLoader\) lacks state_dict.*StatefulDataLoader"):
         moe_ckpt.attach(*made(), dirpath=tmp_path, stateful={"loader": DataLoader([1])})
 
 
@@ -179,7 +181,7 @@ def test_other_stateful_objects_than_the_checkpoints_are_named(tmp_path: Path):
         objects = {name: kind(optimizer) for name, kind in stateful.items()}
         with moe_ckpt.attach(model, optimizer, policy=Dense(), dirpath=tmp_path, stateful=objects) as ckpt:
             if stateful:
-                with pytest.raises(ConfigError, match=r"holds the state of \[\], and this run gives stateful=\['lr'\]"):
+                with pytest.raises(ConfigError, match=r"holds the state of \[\], and this run gives \['lr'\] to moe_"):
                     ckpt.resume()
                 ckpt.close()
                 break

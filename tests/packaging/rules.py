@@ -24,10 +24,11 @@ LAYERS = (
 GUESTS = ("boost", "bubbles", "localized", "inprocess", "gradient_log", "survivors", "windows")
 """Features that a run may do without: each may import every layer, but no other guest."""
 DOORS = {
-    "callbacks.fit": ("boost", "gradient_log", "survivors", "windows"),
+    "driver.run": ("survivors",),
+    "callbacks.fit": ("boost", "gradient_log", "windows"),
     "callbacks.host": ("windows",),
-    "megatron.checkpoint": ("boost", "bubbles", "localized", "gradient_log", "survivors"),
-    "plain.checkpoint": ("boost", "gradient_log", "survivors"),
+    "megatron.checkpoint": ("boost", "bubbles", "localized", "gradient_log"),
+    "plain.checkpoint": ("boost", "gradient_log"),
     "recovery.executing": ("windows",),
     "cli.densify": ("gradient_log",),
 }

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moe_ckpt.boost.arithmetic import UNIT, parts_of
 from moe_ckpt.boost.layer import LayerBoost
-from moe_ckpt.boost.lightning import TopKPort, boost_ports
+from moe_ckpt.boost.ports import TopKPort, boost_ports
 from moe_ckpt.modeling.moe import registry
 from moe_ckpt.modeling.moe.discover import find_moe_layers
 from moe_ckpt.modeling.moe.registry import register_moe

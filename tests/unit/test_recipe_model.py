@@ -10,7 +10,7 @@ from lightning.pytorch import LightningModule
 
 from moe_ckpt.boost.arithmetic import parts_of
 from moe_ckpt.boost.layer import LayerBoost
-from moe_ckpt.boost.lightning import AttributePort, boost_ports
+from moe_ckpt.boost.ports import AttributePort, boost_ports
 from moe_ckpt.modeling.moe.discover import find_moe_layers
 from moe_ckpt.modeling.moe.routing import RoutingCounter
 from recipes.gpt_moe_lightning.model import (

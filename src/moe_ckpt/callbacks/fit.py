@@ -21,7 +21,7 @@ from moe_ckpt.callbacks.host import LightningHost
 from moe_ckpt.callbacks.lightning_state import go_on_finetuning, validation_due
 from moe_ckpt.callbacks.loop_position import end_whole_epoch, forget_broken_fit, go_on_accumulating
 from moe_ckpt.callbacks.step_log import StepLog
-from moe_ckpt.callbacks.support import buckets_of, inexact, require_restartable, warn_of_timers
+from moe_ckpt.callbacks.support import boost_refusal, buckets_of, inexact, require_restartable, warn_of_timers
 from moe_ckpt.callbacks.update_watch import UpdateWatch
 from moe_ckpt.comm.communicator import make_communicator
 from moe_ckpt.core.operators import Catalog
@@ -75,29 +75,25 @@ class Fit:
         catalog = build_catalog(module, layers)
         options.policy.check(catalog)
         self.host = LightningHost(trainer, module, options, self._count_update)
-        self.driver = Driver(self.host, options, "step", _ADVICE, stopwatch)
+        self.driver = Driver(self.host, options, _ADVICE, stopwatch)
         self._policy = type(options.policy).__name__
         self.buckets = buckets_of(trainer)
         on_device = trainer.strategy.root_device.type == "cuda"
         passes = self.host.passes
         self.step_log = StepLog(k, trainer)
-        frozen = None
-        if options.needs.partial:  # looked for at every update, hence only where experts may come back older
-            frozen = FrozenExperts(catalog, lambda: self.host.state.parameters(described=True))
+        parameters = functools.partial(self.host.state.parameters, described=True)
+        # Looked for at every update, hence only where experts may come back older.
+        frozen = FrozenExperts(catalog, parameters) if options.needs.partial else None
         soft = options.needs.popularity == GATE_WEIGHTS
         self._counter = RoutingCounter(module, layers, soft=soft, frozen=frozen, passes=passes, stopwatch=stopwatch)
         try:
             comm = make_communicator(options.timeout_secs, late=on_device)
             boost = None
             if options.needs.boost is not None:
-                from moe_ckpt.boost.lightning import fit_boost
+                from moe_ckpt.boost.ports import boost_of_layers
 
-                boost = fit_boost(options.needs.boost, trainer.strategy, layers, passes, comm, stopwatch)
-            survivors = None
-            if options.memory is not None and options.memory.sealing_secs:
-                from moe_ckpt.survivors.stopping import survivors_of
-
-                survivors = functools.partial(survivors_of, secs=options.memory.sealing_secs, unit="step")
+                refused = boost_refusal(trainer.strategy)
+                boost = boost_of_layers(options.needs.boost, layers, passes, comm, stopwatch, refused)
             self.driver.open(
                 comm,
                 catalog,
@@ -106,7 +102,6 @@ class Fit:
                 observers=[self.step_log],
                 boost=boost,
                 open_log=self._open_log,
-                survivors=survivors,
                 pinned=on_device,
                 local_ranks=getattr(trainer.strategy, "num_processes", 1),
             )

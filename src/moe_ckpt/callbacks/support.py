@@ -18,7 +18,7 @@ from lightning.pytorch.strategies import (
 )
 from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
-from moe_ckpt.callbacks.compat import Private
+from moe_ckpt.callbacks.compat import NAMES, Private
 from moe_ckpt.callbacks.data_position import dealer_of, why_unknown
 from moe_ckpt.errors import ConfigError, UnsupportedError
 from moe_ckpt.modeling.bucket_order import BucketOrder
@@ -93,6 +93,18 @@ def buckets_of(trainer: Any) -> BucketOrder | None:
     if not isinstance(strategy, DDPStrategy):
         return None
     return BucketOrder.of(strategy.model, trainer.world_size, hooked=Private(strategy).ddp_comm_hook is not None)
+
+
+def boost_refusal(strategy: Any) -> str | None:
+    """Returns why no router may take a capacity boost under this strategy; None if routers may."""
+    mesh: Any = getattr(strategy, NAMES["device_mesh"], None)
+    names = () if mesh is None else mesh.mesh_dim_names or ()
+    if "tensor_parallel" in names and mesh["tensor_parallel"].size() > 1:
+        return (
+            "tensor-parallel ranks route the same tokens independently, and would choose differently. A boost needs "
+            "data-parallel ranks (DDP, FSDP2)"
+        )
+    return None
 
 
 def inexact(trainer: Any, buckets: BucketOrder | None) -> list[str]:

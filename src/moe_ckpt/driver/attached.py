@@ -3,24 +3,120 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
+from torch.utils.data import DataLoader
+
+from moe_ckpt.driver.changes import Change
+from moe_ckpt.driver.guests import SealingSurvivors
+from moe_ckpt.driver.host import End, Host, Stateful, require_framework
 from moe_ckpt.driver.run import CLOSE_SECS, Driver
+from moe_ckpt.driver.states import State
+from moe_ckpt.errors import ConfigError
+from moe_ckpt.format.manifest import Manifest
+from moe_ckpt.format.run_records import Finished
+from moe_ckpt.recovery.recovery_plan import RecoveryPlan
 from moe_ckpt.run.events import StepRecord
+from moe_ckpt.run.options import Options
 from moe_ckpt.session.session import CheckpointSession
+from moe_ckpt.stopwatch import timed
 
 _Self = TypeVar("_Self", bound="AttachedCheckpoint")
 
 
-class AttachedCheckpoint(ABC):
-    """Checkpoints one training loop, which calls it around each step. All ranks, on the training thread."""
+class LoopHost(Host):
+    """The host of a loop that is the user's: only the loop knows its length, and what else it changes.
 
-    _driver: Driver
+    Args:
+        stateful: Objects that are saved beside model and optimizers, by name.
+
+    Attributes:
+        framework: Its name, in the plain state in small letters.
+        attach: The function that was given ``stateful``, for messages.
+
+    Raises:
+        ConfigError: An object lacks ``state_dict`` or ``load_state_dict``.
+    """
+
+    framework = "torch"
+    attach = "moe_ckpt.attach"
+
+    def __init__(self, stateful: Mapping[str, Stateful]) -> None:
+        for name, target in stateful.items():
+            if not (hasattr(target, "state_dict") and hasattr(target, "load_state_dict")):
+                is_loader = isinstance(target, DataLoader)
+                raise ConfigError(
+                    f"{self.attach}: {name} ({type(target).__name__}) lacks state_dict or load_state_dict, so it "
+                    "cannot be restored. "
+                    + ("Use torchdata's StatefulDataLoader" if is_loader else "Give it both, or leave it out")
+                )
+        self.stateful = stateful
+
+    @property
+    @abstractmethod
+    def moved(self) -> bool:
+        """Returns whether a step was done in this process."""
+
+    def admits(self, manifest: Manifest, plain: Mapping[str, Any]) -> None:
+        """Raises for the state of another framework, or of other stateful objects."""
+        require_framework(plain, self.framework, f"checkpoint {manifest.directory}")
+        if self.stateful.keys() != plain["stateful"].keys():
+            raise ConfigError(
+                f"checkpoint {manifest.directory} holds the state of {sorted(plain['stateful'])}, and this run gives "
+                f"{sorted(self.stateful)} to {self.attach}: give objects of the same names"
+            )
+
+    def go_on_from_end(
+        self, manifest: Manifest, finished: Finished, changes: Sequence[Change], plt: float
+    ) -> tuple[bool, str]:
+        return True, (
+            f". The run is finished ({finished.reason}): a loop that ends at {self.unit} {manifest.step} trains "
+            "nothing, a longer one continues. For another experiment choose another dirpath"
+        )
+
+    def end(self) -> End:
+        return End("finish() was called")
+
+
+class AttachedCheckpoint(ABC):
+    """Checkpoints one training loop, which calls it around each step. All ranks, on the training thread.
+
+    Args:
+        host: Of the loop.
+        options: Checked.
+
+    Attributes:
+        options: As given, checked.
+        stopwatch: Counts how long this keeps the training thread.
+    """
+
+    _host: LoopHost
+
+    def __init__(self, host: LoopHost, options: Options) -> None:
+        self.options, self._host = options, host
+        again = "resume() was called twice: call it once, before the first step"
+        over = "call nothing after finish() or close(); to train again, attach again"
+        advice = {
+            State.OPEN: (
+                "resume() was not called, so training would start from scratch and ignore existing checkpoints. Call "
+                f"it before the first step; to start from scratch, use {host.attach}(resume='never')"
+            ),
+            **dict.fromkeys((State.READY, State.WINDOW, State.TRAINING, State.REPLAYING), again),
+            **dict.fromkeys((State.ENDED, State.CLOSED), over),
+        }
+        self._driver = Driver(host, options, advice)
+        self.stopwatch = self._driver.stopwatch
 
     @property
     def session(self) -> CheckpointSession:
         """The session, with its catalog, its ledger and the newest committed step."""
         return self._driver.session
+
+    @property
+    def survivors(self) -> SealingSurvivors | None:
+        """Seals the newest step when training stops; None without memory that outlives the process."""
+        return self._driver.survivors
 
     @property
     def last(self) -> StepRecord | None:
@@ -33,23 +129,56 @@ class AttachedCheckpoint(ABC):
         return self._driver.restored_step
 
     @property
+    def recovery_plan(self) -> RecoveryPlan | None:
+        """Where each operator of the checkpoint that training resumed from came from on this rank: memory of this
+        node, of others, or storage. None before ``resume``, and for a new run."""
+        return None if self._driver.restored is None else self._driver.restored.plan
+
+    @property
     def replaying(self) -> bool:
         """True while a sparse window is replayed; until that is done, the model holds no complete state."""
         return self._driver.replaying is not None
 
-    @abstractmethod
+    @timed
+    def save(self, *, wait: bool = True) -> bool:
+        """Saves a complete checkpoint of the newest step, whatever the policy. Call it after ``after_step``.
+
+        Nothing is written if there is one already.
+
+        Args:
+            wait: Wait until it is committed; else it is written during training, as any other.
+
+        Returns:
+            Whether there is one. False in a replay, when the model holds no complete state of the run.
+
+        Raises:
+            ConfigError: An optimizer stepped since, and ``after_step`` was not called yet.
+            SaveFailedError: It could not be committed, or not in time.
+        """
+        self._require_counted("save()")
+        return self._driver.save(wait=wait)
+
     def finish(self, *, ended: bool = True) -> None:
-        """Training ended without an error: saves a complete last checkpoint, and waits for it."""
+        """Training ended without an error: saves a complete last checkpoint, and waits for it.
 
-    @abstractmethod
-    def _release(self) -> None:
-        """Removes all hooks. May be called twice."""
+        Safe to call twice, and just before ``sys.exit``. Leaving a ``with`` block calls it.
 
-    def _end(self, *, moved: bool, ended: bool) -> None:
+        Args:
+            ended: The run is finished, and a later start says so. False for a job that another one continues, after a
+                time limit or a signal. A run that the policy asked to end is not finished either.
+
+        Raises:
+            ConfigError: An optimizer stepped since the newest step, and ``after_step`` was not called yet.
+            SaveFailedError: It could not be committed.
+        """
+        if self._driver.lifecycle.state is State.ENDED:
+            return
+        self._require_counted("finish()")
+        self._leave_peers()
         halted = self.last is not None and self.last.halt is not None
         try:
             self._driver.catch_up()
-            self._driver.finish(moved=moved, ended=ended and not halted)
+            self._driver.finish(moved=self._host.moved, ended=ended and not halted)
         finally:
             self._release()
 
@@ -75,3 +204,15 @@ class AttachedCheckpoint(ABC):
                 self.finish()
         finally:
             self.close(CLOSE_SECS, error)
+
+    @abstractmethod
+    def _require_counted(self, call: str) -> None:
+        """Raises ``ConfigError`` in ``call`` between an update and ``after_step``, unless a window is replayed."""
+
+    def _leave_peers(self) -> None:
+        """This rank trains no more. By default nothing waits for it."""
+        return
+
+    @abstractmethod
+    def _release(self) -> None:
+        """Removes all hooks. May be called twice."""

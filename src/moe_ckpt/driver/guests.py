@@ -8,7 +8,6 @@ from typing import Any, Protocol
 
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.tokens import FaultRecord
-from moe_ckpt.driver.host import Host
 from moe_ckpt.driver.states import Moment
 from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.ports import GradientRecord
@@ -149,7 +148,3 @@ class SealingSurvivors(Protocol):
             why: For messages.
             patience_secs: The longest wait for a step that is under way on another thread.
         """
-
-
-MakeSurvivors = Callable[[CheckpointSession, Host, LocalizedRecovery | None], SealingSurvivors]
-"""(session, adapter, whose log is written as well) -> the guest."""

@@ -35,7 +35,13 @@ class End(NamedTuple):
 
 
 class Host(Protocol):
-    """Interface that an adapter provides. Called alike on all ranks, on the training thread."""
+    """Interface that an adapter provides. Called alike on all ranks, on the training thread.
+
+    Attributes:
+        unit: What the framework calls a step.
+    """
+
+    unit: str = "step"
 
     @property
     def step(self) -> int:

@@ -16,7 +16,7 @@ from moe_ckpt.core.operators import Catalog, missed_steps
 from moe_ckpt.core.placement import Placement, everywhere
 from moe_ckpt.core.tokens import FaultRecord
 from moe_ckpt.driver.changes import say_changes
-from moe_ckpt.driver.guests import CapacityBoost, GradientLogging, LocalizedRecovery, MakeSurvivors, SealingSurvivors
+from moe_ckpt.driver.guests import CapacityBoost, GradientLogging, LocalizedRecovery, SealingSurvivors
 from moe_ckpt.driver.host import Host
 from moe_ckpt.driver.messages import Messages
 from moe_ckpt.driver.states import Action, Advice, Lifecycle, Moment, State
@@ -53,7 +53,6 @@ class Driver:
     Args:
         host: The adapter.
         options: The user's.
-        unit: What the framework calls a step: "step" or "iteration".
         advice: Its advice for calls out of order.
 
     Attributes:
@@ -70,9 +69,7 @@ class Driver:
         stopwatch: The session's, as given: from here on every hook of the adapter counts on it.
     """
 
-    def __init__(
-        self, host: Host, options: Options, unit: str, advice: Advice, stopwatch: Stopwatch | None = None
-    ) -> None:
+    def __init__(self, host: Host, options: Options, advice: Advice, stopwatch: Stopwatch | None = None) -> None:
         self.options = options
         self.stopwatch = stopwatch or Stopwatch()
         self.last: StepRecord | None = None
@@ -87,7 +84,6 @@ class Driver:
         self.survivors: SealingSurvivors | None = None
         self.say: Messages
         self._host = host
-        self._unit = unit
         self._undrained = False
 
     @property
@@ -115,7 +111,6 @@ class Driver:
         gate: TransferGate | None = None,
         localized: LocalizedRecovery | None = None,
         open_log: Callable[[], GradientLogging] | None = None,
-        survivors: MakeSurvivors | None = None,
         **machine: Any,
     ) -> None:
         """Opens the store. Arguments and errors: see ``CheckpointSession.open``.
@@ -146,10 +141,13 @@ class Driver:
         session.open()
         self.session, self._storage, self._open_log = session, storage, open_log
         self.boost, self.localized = boost, localized
-        self.say = Messages(self._unit, self.options.dirpath, comm.rank)
+        self.say = Messages(self._host.unit, self.options.dirpath, comm.rank)
         self.say.setup(self.options, catalog, state.specs())
         self._resume = functools.partial(resume_newest, storage, comm, state)
-        self.survivors = None if survivors is None else survivors(session, self._host, localized)
+        if self.options.memory is not None and self.options.memory.sealing_secs:
+            from moe_ckpt.survivors.stopping import survivors_of
+
+            self.survivors = survivors_of(session, self._host, localized, self.options.memory.sealing_secs)
         self.lifecycle.move(Action.OPEN, "open()")
         if localized is not None:
             localized.open(session)

@@ -15,8 +15,7 @@ from moe_ckpt.core.operators import grid_of
 from moe_ckpt.driver.attached import AttachedCheckpoint
 from moe_ckpt.driver.guests import GradientLogging
 from moe_ckpt.driver.host import Stateful
-from moe_ckpt.driver.run import Driver
-from moe_ckpt.driver.states import Action, Moment, State
+from moe_ckpt.driver.states import Action, Moment
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.megatron.host import MegatronHost
 from moe_ckpt.megatron.loop import FirstForward, Progress, StepWatch
@@ -28,7 +27,6 @@ from moe_ckpt.megatron.routing import RouterCounter
 from moe_ckpt.megatron.trainer_state import all_stateful
 from moe_ckpt.notices import announce
 from moe_ckpt.policies.base import GATE_WEIGHTS, Policy
-from moe_ckpt.recovery.recovery_plan import RecoveryPlan
 from moe_ckpt.recovery.replay import StepSource
 from moe_ckpt.run.agreement import Deferred, StepTokens
 from moe_ckpt.run.events import Observer, StepRecord
@@ -37,20 +35,6 @@ from moe_ckpt.stopwatch import timed
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-_ADVICE = {
-    State.OPEN: (
-        "MegatronCheckpoint.resume() was not called, so training would start from scratch and ignore existing "
-        "checkpoints. Call it before the first step; to start from scratch, use megatron.attach(resume='never')"
-    ),
-    **dict.fromkeys(
-        (State.READY, State.WINDOW, State.TRAINING, State.REPLAYING),
-        "MegatronCheckpoint.resume() was called twice: call it once, before the first step",
-    ),
-    **dict.fromkeys(
-        (State.ENDED, State.CLOSED), "call nothing after finish() or close(); to train again, attach again"
-    ),
-}
 
 
 def attach(
@@ -95,9 +79,6 @@ class MegatronCheckpoint(AttachedCheckpoint):
         dirpath: Directory or URL of the store.
         metrics: The torchmetrics of ``moe_ckpt.metrics`` for this rank in this process, updated at each step; None if
             torchmetrics is not installed.
-        recovery_plan: Where each operator of the checkpoint that training resumed from came from on this rank: memory
-            of this node, of others, or storage; None before ``resume``, and for a new run.
-        survivors: Seals the newest iteration when training stops; None without such memory.
         stopwatch: Counts how long this keeps the training thread.
         upstream: Logs the messages over the boundaries of this rank's stage; None without
             ``Memory(upstream_bytes=...)``.
@@ -107,6 +88,8 @@ class MegatronCheckpoint(AttachedCheckpoint):
         model_chunks, optimizer, scheduler, stateful: As of ``attach``.
         count_update: ``driver.host.Host.count_update`` of a loop.
     """
+
+    _host: MegatronHost
 
     def __init__(
         self,
@@ -123,7 +106,7 @@ class MegatronCheckpoint(AttachedCheckpoint):
         if options.needs.windows or options.needs.gradients:
             require_quiet_weights(optimizer)
         inventory = take_inventory(chunks)
-        self._host = MegatronHost(chunks, inventory, optimizer, objects, options, count_update)
+        super().__init__(MegatronHost(chunks, inventory, optimizer, objects, options, count_update), options)
         state, comm = self._host.state, make_communicator(options.timeout_secs, late=torch.cuda.is_available())
         world = bind(state, comm)
         options.policy.check(world.catalog)
@@ -134,14 +117,12 @@ class MegatronCheckpoint(AttachedCheckpoint):
 
             self._pipeline = PipelineWatch(chunks)
         numbers = {layer.name: layer.index for layer in world.layers}
-        self._driver = Driver(self._host, options, "iteration", _ADVICE)
-        self.stopwatch = stopwatch = self._driver.stopwatch
         self._counter = RouterCounter(
             [(numbers[layer.name], layer.router) for layer in inventory.layers],
             *grid_of(world.layers),
             soft=options.needs.popularity == GATE_WEIGHTS,
             frozen=world.frozen_experts,
-            stopwatch=stopwatch,
+            stopwatch=self.stopwatch,
         )
         boost = None
         if options.needs.boost is not None:
@@ -149,10 +130,9 @@ class MegatronCheckpoint(AttachedCheckpoint):
             from moe_ckpt.boost.megatron import RouterPort
 
             ports = {numbers[layer.name]: RouterPort(layer.name, layer.router) for layer in inventory.layers}
-            boost = Boosting(options.needs.boost, ports, grid_of(world.layers), comm, stopwatch)
-        self.options, self.policy, self.dirpath = options, options.policy, options.dirpath
+            boost = Boosting(options.needs.boost, ports, grid_of(world.layers), comm, self.stopwatch)
+        self.policy, self.dirpath = options.policy, options.dirpath
         self.metrics, observers = _metrics()
-        self.recovery_plan: RecoveryPlan | None = None
         self.upstream = None
         if options.memory is not None and options.memory.upstream_bytes is not None:
             from moe_ckpt.localized.megatron import PipelineStage
@@ -164,11 +144,6 @@ class MegatronCheckpoint(AttachedCheckpoint):
 
             return loop_log(inventory, optimizer, chunks, self._driver)
 
-        survivors = None
-        if options.memory is not None and options.memory.sealing_secs:
-            from moe_ckpt.survivors.stopping import survivors_of
-
-            survivors = functools.partial(survivors_of, secs=options.memory.sealing_secs, unit="iteration")
         try:
             self._driver.open(
                 comm,
@@ -183,7 +158,6 @@ class MegatronCheckpoint(AttachedCheckpoint):
                 open_log=open_log,
                 pinned=torch.cuda.is_available(),
                 localized=self.upstream,
-                survivors=survivors,
                 local_ranks=local_ranks(comm),
             )
         except BaseException:
@@ -191,7 +165,6 @@ class MegatronCheckpoint(AttachedCheckpoint):
             self._driver.close(0.0)
             raise
         self._chunks = chunks
-        self.survivors = self._driver.survivors
 
         def reduces() -> None:
             """Nothing changes weights yet: gradients are reduced over ranks first, where a peer may be missed."""
@@ -199,7 +172,7 @@ class MegatronCheckpoint(AttachedCheckpoint):
             self._driver.note(Moment.REDUCING)
 
         alone = functools.partial(self._driver.note, Moment.WRITTEN_ALONE)
-        self._watch = StepWatch(optimizer, reduces, self._stepped, alone, stopwatch)
+        self._watch = StepWatch(optimizer, reduces, self._stepped, alone, self.stopwatch)
         self._watch.before_writing(lambda: self._driver.note(Moment.WRITING))
         self._first: FirstForward | None = None
         if self._pipeline is not None:
@@ -238,8 +211,6 @@ class MegatronCheckpoint(AttachedCheckpoint):
         self._driver.resume(None if otherwise is None else functools.partial(begin, otherwise))
         if self.upstream is not None:
             self.upstream.resumed(self.iteration)
-        restored = self._driver.restored
-        self.recovery_plan = None if restored is None else restored.plan
         self._first = FirstForward(self._chunks, self.begin_training)
         return loop.begun_at
 
@@ -370,47 +341,13 @@ class MegatronCheckpoint(AttachedCheckpoint):
         if self._driver.boost is not None:
             self._driver.boost.discard()
 
-    @timed
-    def save(self, *, wait: bool = True) -> bool:
-        """Saves a complete checkpoint of the newest iteration, whatever the policy, if the job may be about to end.
+    def _require_counted(self, call: str) -> None:
+        self._host.loop.require_counted(call, saves=not self.replaying)
 
-        Call it after ``after_step`` or ``skip``, before the next iteration. Nothing is written if there is one already.
-
-        Args:
-            wait: Wait until it is committed; else it is written during training, as any other.
-
-        Returns:
-            Whether there is one. False in a replay, when the model holds no complete state of the run.
-
-        Raises:
-            ConfigError: ``optimizer.step()`` was called since, and ``after_step`` not yet.
-            SaveFailedError: It could not be committed, or not in time.
-        """
-        self._host.loop.require_counted("save()", saves=not self.replaying)
-        return self._driver.save(wait=wait)
-
-    # --- once, at the end ---
-
-    def finish(self, *, ended: bool = True) -> None:
-        """Training ended without an error: saves a complete last checkpoint, and waits for it.
-
-        Safe to call twice, and just before ``sys.exit``. Leaving a ``with`` block calls it.
-
-        Args:
-            ended: The run is finished, and a later start says so. False for a job that another one continues, after a
-                time limit or a signal; also if the policy asked to end training.
-
-        Raises:
-            ConfigError: ``optimizer.step()`` was called since the newest iteration, and ``after_step`` not yet.
-            SaveFailedError: It could not be committed.
-        """
-        if self._driver.lifecycle.state is State.ENDED:
-            return
-        self._host.loop.require_counted("finish()", saves=not self.replaying)
+    def _leave_peers(self) -> None:
         if self.upstream is not None:
             self.upstream.boundary.begin()  # others may have to compute steps again, though this rank has none left
             self.upstream.close()
-        self._end(moved=self._host.loop.moved, ended=ended)
 
     def _release(self) -> None:
         """Removes the hooks from model and optimizer."""

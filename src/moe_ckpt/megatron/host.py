@@ -8,11 +8,11 @@ from typing import Any
 
 from torch import nn
 
+from moe_ckpt.driver.attached import LoopHost
 from moe_ckpt.driver.changes import Change, trainable_changes
-from moe_ckpt.driver.host import End, Host, Stateful, loading_state, require_framework
+from moe_ckpt.driver.host import Stateful, loading_state
 from moe_ckpt.errors import ConfigError, OtherLayoutError
 from moe_ckpt.format.manifest import Manifest
-from moe_ckpt.format.run_records import Finished
 from moe_ckpt.interop.weights import LoadedWeights
 from moe_ckpt.interop.whole import all_buffers
 from moe_ckpt.megatron.hyperparameters import changes, configured, write_settings
@@ -45,8 +45,10 @@ _REPEATED: tuple[Repeated, ...] = (
 )
 
 
-class MegatronHost(Host):
+class MegatronHost(LoopHost):
     """One training loop. Arguments: as of ``MegatronCheckpoint``; ``inventory`` is that of ``chunks``."""
+
+    unit, framework, attach = "iteration", "Megatron", "megatron.attach"
 
     def __init__(
         self,
@@ -57,12 +59,13 @@ class MegatronHost(Host):
         options: Options,
         count_update: Callable[[], bool],
     ) -> None:
+        super().__init__(stateful)
         self._count_update = count_update
         self.state = MegatronTrainingState(inventory, optimizer)
         self.loop = Loop()
         self.generators = Generators(capture_generators, restore_generators)
         self._options = options
-        self._optimizer, self._stateful = optimizer, stateful
+        self._optimizer = optimizer
         self._settings = functools.partial(configured, optimizer, stateful)
         self._configured: _Plain = self._settings() | {RESTING: self.state.trained.resting()}
         self._layout = layout(chunks)
@@ -71,9 +74,13 @@ class MegatronHost(Host):
     def step(self) -> int:
         return self.loop.iteration
 
+    @property
+    def moved(self) -> bool:
+        return self.loop.moved
+
     def admits(self, manifest: Manifest, plain: _Plain) -> None:
-        """Raises for the state of another framework, and for a window or a gradient log of another layout."""
-        require_framework(plain, "Megatron", f"checkpoint {manifest.directory}")
+        """Raises also for a window or a gradient log of another layout."""
+        super().admits(manifest, plain)
         is_log = plain.get("gradient_log", {}).get("since") is not None
         if not manifest.window and not is_log:
             return
@@ -90,7 +97,7 @@ class MegatronHost(Host):
         """Restores all but tensors and random numbers. Buffers of layers that other ranks held are in their files.
 
         Raises:
-            ConfigError: The checkpoint is of a run with other stateful objects or buffers.
+            ConfigError: The checkpoint is of a run with other buffers.
             StoreError: An object does not take the state that is stored of it.
         """
         plain, stored = restored.plain, restored.plain["plain"]
@@ -100,8 +107,8 @@ class MegatronHost(Host):
         with loading_state("the model and its optimizer", restored.path):
             self.state.load_plain(stored)
         # After the optimizer, as Megatron does: a schedule that overrides the checkpoint's writes its rates there.
-        restore_stateful(self._stateful, plain["stateful"], restored.path)
-        if follows(self._stateful.get(SCHEDULER), plain["stateful"].get(SCHEDULER)):
+        restore_stateful(self.stateful, plain["stateful"], restored.path)
+        if follows(self.stateful.get(SCHEDULER), plain["stateful"].get(SCHEDULER)):
             # The loop may have changed what the schedule wrote, and loading has written that once more.
             with loading_state("the hyperparameters of the optimizer", restored.path):
                 write_settings(self._optimizer, stored["optimizer"]["groups"])
@@ -128,14 +135,6 @@ class MegatronHost(Host):
             )
         return self.state.load_weights(path, comm)
 
-    def go_on_from_end(
-        self, manifest: Manifest, finished: Finished, differences: Sequence[Change], plt: float
-    ) -> tuple[bool, str]:
-        return True, (  # only the loop knows its length
-            f". The run is finished ({finished.reason}): a loop that ends at iteration {manifest.step} trains nothing, "
-            "a longer one continues. For another experiment choose another dirpath"
-        )
-
     def repeated(self, before: _Plain, recorded: _Plain) -> Iterable[Repeated]:
         idle = idle_generators(before["rng"], recorded["rng"])
         numbers = lambda state: {name: value for name, value in state["rng"].items() if name not in idle}  # noqa: E731
@@ -151,13 +150,10 @@ class MegatronHost(Host):
             "counters": self.loop.counters,
             "layout": self._layout,
             "plain": self.state.plain(),
-            "stateful": {name: dict(stateful.state_dict()) for name, stateful in self._stateful.items()},
+            "stateful": {name: dict(stateful.state_dict()) for name, stateful in self.stateful.items()},
             "configured": self._configured,
             "rng": self.generators.state,
         }
-
-    def end(self) -> End:
-        return End("finish() was called")
 
     def count_update(self) -> bool:
         return self._count_update()

@@ -42,24 +42,13 @@ def _state(state: Any) -> torch.Tensor:
 
 
 def all_stateful(scheduler: Stateful | None, stateful: Mapping[str, Stateful]) -> dict[str, Stateful]:
-    """Returns what is saved beside model and optimizer, by name.
-
-    Raises:
-        ConfigError: An object lacks ``state_dict`` or ``load_state_dict``, or two have one name.
-    """
+    """Returns what is saved beside model and optimizer, by name. Raises ``ConfigError`` if two have one name."""
     if scheduler is not None and SCHEDULER in stateful:
         raise ConfigError(
             "megatron.attach was given a scheduler and stateful={'scheduler': ...}: one would replace the other. Give "
             "the second another name"
         )
-    objects = dict(stateful) | ({} if scheduler is None else {SCHEDULER: scheduler})
-    for name, target in objects.items():
-        if not (hasattr(target, "state_dict") and hasattr(target, "load_state_dict")):
-            raise ConfigError(
-                f"{name} ({type(target).__name__}), given to megatron.attach, lacks state_dict or load_state_dict, so "
-                "it cannot be restored. Give it both, or leave it out"
-            )
-    return objects
+    return dict(stateful) | ({} if scheduler is None else {SCHEDULER: scheduler})
 
 
 _OTHER_SCHEDULE = (
@@ -77,14 +66,8 @@ def restore_stateful(stateful: Mapping[str, Stateful], stored: Mapping[str, Any]
         path: Of the state file, for messages.
 
     Raises:
-        ConfigError: The run and the checkpoint have other objects; nothing was changed.
         StoreError: An object, which is named, does not take its state.
     """
-    if stateful.keys() != stored.keys():
-        raise ConfigError(
-            f"the checkpoint holds the state of {sorted(stored)}, this run gives {sorted(stateful)} (scheduler and "
-            "stateful= of megatron.attach); give the same ones"
-        )
     for name, target in stateful.items():
         is_schedule = any(kind.__name__ == "OptimizerParamScheduler" for kind in type(target).__mro__)
         with loading_state(f"{name} ({type(target).__name__})", path, _OTHER_SCHEDULE if is_schedule else ""):

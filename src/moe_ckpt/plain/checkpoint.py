@@ -15,12 +15,11 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from moe_ckpt.comm.communicator import make_communicator
-from moe_ckpt.core.operators import grid_of
 from moe_ckpt.driver.attached import AttachedCheckpoint
 from moe_ckpt.driver.guests import GradientLogging
 from moe_ckpt.driver.host import Stateful
 from moe_ckpt.driver.run import Driver
-from moe_ckpt.driver.states import Action, Moment, State
+from moe_ckpt.driver.states import Action, Moment
 from moe_ckpt.errors import ConfigError, UnsupportedError
 from moe_ckpt.modeling.bucket_order import BucketOrder
 from moe_ckpt.modeling.moe.discover import build_catalog, find_moe_layers
@@ -30,7 +29,6 @@ from moe_ckpt.modeling.rng import capture_rng, restore_rng
 from moe_ckpt.modeling.state.trainable import FrozenExperts
 from moe_ckpt.plain.host import PlainHost, Position
 from moe_ckpt.policies.base import GATE_WEIGHTS, Policy
-from moe_ckpt.recovery.recovery_plan import RecoveryPlan
 from moe_ckpt.recovery.replay import StepSource
 from moe_ckpt.run.events import StepRecord
 from moe_ckpt.run.options import Options, OptionValues, make_options
@@ -38,17 +36,6 @@ from moe_ckpt.stopwatch import timed
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-_AGAIN = "resume() was called twice: call it once, before the first step"
-_OVER = "call nothing after finish() or close(); to train again, attach again"
-_ADVICE = {
-    State.OPEN: (
-        "resume() was not called, so training would start from scratch and ignore existing checkpoints. Call it before "
-        "the first step; to start from scratch, use moe_ckpt.attach(resume='never')"
-    ),
-    **dict.fromkeys((State.READY, State.WINDOW, State.TRAINING, State.REPLAYING), _AGAIN),
-    **dict.fromkeys((State.ENDED, State.CLOSED), _OVER),
-}
 
 
 def attach(
@@ -86,9 +73,6 @@ class PlainCheckpoint(AttachedCheckpoint):
 
     Attributes:
         options: As given, checked.
-        recovery_plan: Where each operator of the checkpoint that training resumed from came from on this rank; None
-            before ``resume``, and for a new run.
-        survivors: Seals the newest step when training stops; None without such memory.
         stopwatch: Counts how long this keeps the training thread.
 
     Args:
@@ -96,49 +80,42 @@ class PlainCheckpoint(AttachedCheckpoint):
         model, optimizers, stateful: As of ``attach``.
     """
 
+    _host: PlainHost
+
     def __init__(
         self, options: Options, model: nn.Module, optimizers: Sequence[Optimizer], stateful: Mapping[str, Stateful]
     ) -> None:
-        _require_usable(model, optimizers, stateful)
+        _require_usable(model, optimizers)
+        if not isinstance(stateful, Mapping):
+            raise ConfigError(
+                f"moe_ckpt.attach(stateful={type(stateful).__name__}): give the objects by name, as in "
+                "stateful={'lr': scheduler}, so that a restart finds each again"
+            )
         module = model.module if isinstance(model, DistributedDataParallel) else model
         layers = find_moe_layers(module)
         catalog = build_catalog(module, layers)
         options.policy.check(catalog)
-        self.options = options
-        self.recovery_plan: RecoveryPlan | None = None
         on_device = torch.cuda.is_available()
         comm = make_communicator(options.timeout_secs, late=on_device)
-        self._host = PlainHost(module, optimizers, stateful, comm.world_size)
-        self._driver = Driver(self._host, options, "step", _ADVICE)
-        self.stopwatch = stopwatch = self._driver.stopwatch
-        passes = TrainingPasses()
+        super().__init__(PlainHost(module, optimizers, stateful, comm.world_size), options)
+        stopwatch, passes = self.stopwatch, TrainingPasses()
         passes.in_batch = True  # a forward pass in eval mode is training's if it records gradients
-        frozen = None
-        if options.needs.partial:
-            frozen = FrozenExperts(catalog, lambda: self._host.state.parameters(described=True))
+        parameters = functools.partial(self._host.state.parameters, described=True)
+        frozen = FrozenExperts(catalog, parameters) if options.needs.partial else None
         soft = options.needs.popularity == GATE_WEIGHTS
         self._counter = RoutingCounter(module, layers, soft=soft, frozen=frozen, passes=passes, stopwatch=stopwatch)
         try:
             boost = None
             if options.needs.boost is not None:
-                from moe_ckpt.boost.life import Boosting
-                from moe_ckpt.boost.ports import boost_ports
+                from moe_ckpt.boost.ports import boost_of_layers
 
-                ports = boost_ports(layers, None, passes)
-                grid = grid_of([layer.info for layer in layers])
-                boost = Boosting(options.needs.boost, ports, grid, comm, stopwatch)
-            survivors = None
-            if options.memory is not None and options.memory.sealing_secs:
-                from moe_ckpt.survivors.stopping import survivors_of
-
-                survivors = functools.partial(survivors_of, secs=options.memory.sealing_secs, unit="step")
+                boost = boost_of_layers(options.needs.boost, layers, passes, comm, stopwatch)
             self._driver.open(
                 comm,
                 catalog,
                 self._host.state,
                 aliases=tied_aliases(module),
                 boost=boost,
-                survivors=survivors,
                 open_log=functools.partial(_open_log, optimizers, module, self._driver),
                 pinned=on_device,
                 local_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
@@ -147,7 +124,6 @@ class PlainCheckpoint(AttachedCheckpoint):
             self._counter.close()  # a caller may catch this and train without checkpoints
             self._driver.close(0.0)
             raise
-        self.survivors = self._driver.survivors
         self._buckets = BucketOrder.of(model, comm.world_size)
         self._updates = self._applied = 0
         self._optimizers, self._stepped = len(optimizers), set[int]()
@@ -176,7 +152,6 @@ class PlainCheckpoint(AttachedCheckpoint):
         driver, host = self._driver, self._host
         driver.resume()
         restored = driver.restored
-        self.recovery_plan = None if restored is None else restored.plan
         if restored is not None:
             host.generators.put_back()
             for name, loader in host.stateful.items():
@@ -266,48 +241,12 @@ class PlainCheckpoint(AttachedCheckpoint):
         self._stepped.clear()
         return self._driver.after_update(self._counter.take(), updated=updated)
 
-    @timed
-    def save(self, *, wait: bool = True) -> bool:
-        """Saves a complete checkpoint of the newest step, whatever the policy. Call it after ``after_step``.
-
-        Args:
-            wait: Wait until it is committed; else it is written during training, as any other.
-
-        Returns:
-            Whether there is one. False in a replay, when the model holds no complete state of the run.
-
-        Raises:
-            ConfigError: An optimizer stepped since, and ``after_step`` was not called yet.
-            SaveFailedError: It could not be committed, or not in time.
-        """
-        self._require_counted("save()")
-        return self._driver.save(wait=wait)
-
     def _require_counted(self, call: str) -> None:
         if self._updates and not self.replaying:
             raise ConfigError(
                 f"{call}: an optimizer stepped since step {self._host.step}, and after_step({self._host.step + 1}) was "
                 "not called, so nothing can be saved under its own number. Call it first"
             )
-
-    # --- once, at the end ---
-
-    def finish(self, *, ended: bool = True) -> None:
-        """Training ended without an error: saves a complete last checkpoint, and waits for it.
-
-        Safe to call twice. Leaving a ``with`` block calls it.
-
-        Args:
-            ended: The run is finished, and a later start says so. False for a job that another one continues.
-
-        Raises:
-            ConfigError: An optimizer stepped since the newest step, and ``after_step`` was not called yet.
-            SaveFailedError: It could not be committed.
-        """
-        if self._driver.lifecycle.state is State.ENDED:
-            return
-        self._require_counted("finish()")
-        self._end(moved=self._host.moved, ended=ended)
 
     def _release(self) -> None:
         self._counter.close()
@@ -321,8 +260,8 @@ def _open_log(optimizers: Sequence[Optimizer], module: nn.Module, driver: Driver
     return loop_log(optimizers, module, driver)
 
 
-def _require_usable(model: nn.Module, optimizers: Sequence[Optimizer], stateful: Mapping[str, Stateful]) -> None:
-    """Raises unless all of it can be saved and restored."""
+def _require_usable(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+    """Raises unless both can be saved and restored."""
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         raise UnsupportedError(
             "moe_ckpt.attach: the model is sharded by FullyShardedDataParallel (FSDP1), whose flat parameters mix "
@@ -335,16 +274,4 @@ def _require_usable(model: nn.Module, optimizers: Sequence[Optimizer], stateful:
             raise ConfigError(
                 f"moe_ckpt.attach: {type(optimizer).__name__} is no torch.optim.Optimizer. Give the optimizer that a "
                 "wrapper holds, which is the one that updates parameters"
-            )
-    if not isinstance(stateful, Mapping):
-        raise ConfigError(
-            f"moe_ckpt.attach(stateful={type(stateful).__name__}): give the objects by name, as in "
-            "stateful={'lr': scheduler}, so that a restart finds each again"
-        )
-    for name, target in stateful.items():
-        if not (hasattr(target, "state_dict") and hasattr(target, "load_state_dict")):
-            advice = " Use torchdata's StatefulDataLoader" if isinstance(target, DataLoader) else ""
-            raise ConfigError(
-                f"moe_ckpt.attach(stateful={{{name!r}: ...}}): {type(target).__name__} lacks state_dict or "
-                f"load_state_dict, so it cannot be restored.{advice or ' Give it both, or leave it out'}"
             )

@@ -10,11 +10,10 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from moe_ckpt.driver.attached import LoopHost
 from moe_ckpt.driver.changes import Change, differing, plain_values
-from moe_ckpt.driver.host import End, Host, Stateful, loading_state, require_framework
+from moe_ckpt.driver.host import Stateful, loading_state
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.format.manifest import Manifest
-from moe_ckpt.format.run_records import Finished
 from moe_ckpt.interop.weights import LoadedWeights, load_module_weights
 from moe_ckpt.modeling.rng import Generators, capture_rng, restore_rng
 from moe_ckpt.modeling.state.param_groups import require_plain
@@ -42,7 +41,7 @@ class Position:
     counters: Mapping[str, Any] = field(default_factory=dict)
 
 
-class PlainHost(Host):
+class PlainHost(LoopHost):
     """One training loop.
 
     Args:
@@ -53,18 +52,18 @@ class PlainHost(Host):
 
     Attributes:
         progress: The position of the loop.
-        moved: A step was done in this process.
         buckets: The order of DDP's buckets (``modeling.bucket_order``); None where it does not matter.
     """
 
     def __init__(
         self, module: nn.Module, optimizers: Sequence[Optimizer], stateful: Mapping[str, Stateful], world_size: int
     ) -> None:
-        self.module, self.stateful = module, stateful
+        super().__init__(stateful)
+        self.module = module
         self._world_size = world_size
         self.state = TorchTrainingState(module, optimizers)
         self.generators = Generators(capture_rng, restore_rng)
-        self.progress, self.moved = Position(), False
+        self.progress, self._moved = Position(), False
         self.buckets: str | None = None
         self._optimizers = optimizers
         self._configured = self._groups()
@@ -72,6 +71,10 @@ class PlainHost(Host):
     @property
     def step(self) -> int:
         return self.progress.step
+
+    @property
+    def moved(self) -> bool:
+        return self._moved
 
     def step_to(self, step: int, counters: Mapping[str, Any] | None) -> None:
         """A step was done. Raises ``ConfigError`` unless it follows the one before."""
@@ -85,15 +88,7 @@ class PlainHost(Host):
         else:
             require_plain(counters, "counters")
             counters = deepcopy(dict(counters))
-        self.progress, self.moved = Position(step, self.progress.restored, counters), True
-
-    def admits(self, manifest: Manifest, plain: _Plain) -> None:
-        require_framework(plain, "torch", f"checkpoint {manifest.directory}")
-        if self.stateful.keys() != plain["stateful"].keys():
-            raise ConfigError(
-                f"checkpoint {manifest.directory} holds the state of {sorted(plain['stateful'])}, and this run gives "
-                f"stateful={sorted(self.stateful)} to moe_ckpt.attach: give the same names"
-            )
+        self.progress, self._moved = Position(step, self.progress.restored, counters), True
 
     def load(self, restored: Restored) -> tuple[Sequence[Change], str | None]:
         plain = restored.plain
@@ -120,14 +115,6 @@ class PlainHost(Host):
     def load_weights(self, path: str, comm: Communicator) -> LoadedWeights:
         return load_module_weights(path, self.state, comm, self.module)
 
-    def go_on_from_end(
-        self, manifest: Manifest, finished: Finished, changes: Sequence[Change], plt: float
-    ) -> tuple[bool, str]:
-        return True, (  # only the loop knows its length
-            f". The run is finished ({finished.reason}): a loop that ends at step {manifest.step} trains nothing, a "
-            "longer one continues. For another experiment choose another dirpath"
-        )
-
     def repeated(self, before: _Plain, recorded: _Plain) -> Iterable[Repeated]:
         stateful = [(f"the state of stateful={{{n!r}: ...}}", _of_stateful(n)) for n in self.stateful]
         return *_REPEATED, *stateful
@@ -145,9 +132,6 @@ class PlainHost(Host):
             "buckets": self.buckets,
             "configured": self._configured,
         }
-
-    def end(self) -> End:
-        return End("finish() was called")
 
     def _groups(self) -> list[list[dict[str, Any]]]:
         return [[plain_values(group) for group in optimizer.param_groups] for optimizer in self._optimizers]

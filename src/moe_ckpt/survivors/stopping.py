@@ -211,9 +211,7 @@ class Surviving:
         return step, f"its update is made, but the loop has not come to the end of the {self._unit}"
 
 
-def survivors_of(
-    session: CheckpointSession, host: Host, localized: LocalizedRecovery | None, *, secs: float, unit: str
-) -> Surviving:
+def survivors_of(session: CheckpointSession, host: Host, localized: LocalizedRecovery | None, secs: float) -> Surviving:
     """Returns what seals the newest step of a run when training stops. Before training.
 
     Args:
@@ -221,13 +219,12 @@ def survivors_of(
         host: Its adapter.
         localized: As of ``Surviving``.
         secs: Likewise.
-        unit: Likewise.
     """
     survivor = session.follow(Survivor)
     return Surviving(
         survivor,
         secs,
-        unit,
+        host.unit,
         session.comm.rank,
         newest=lambda: host.step,
         count=host.count_update,

@@ -1,4 +1,4 @@
-"""The capacity boost of a Lightning fit, and ports by which the routers of torch models take it (``boost.layer``).
+"""The capacity boost of a torch model, and the ports by which its routers take it (``boost.layer``).
 
 A module that has the attribute ``moe_boost`` asks it by itself. Any other layer that chooses by ``topk`` over scores of
 its E experts is given another choice there, as torch's functions are called inside its forward pass: the scores that
@@ -16,7 +16,6 @@ from torch.overrides import TorchFunctionMode
 
 from moe_ckpt.boost.layer import BoostPort, LayerBoost
 from moe_ckpt.boost.life import Boosting
-from moe_ckpt.callbacks.compat import NAMES
 from moe_ckpt.core.operators import grid_of
 from moe_ckpt.modeling.moe.discover import FoundLayer
 from moe_ckpt.modeling.moe.routing import TrainingPasses
@@ -24,6 +23,28 @@ from moe_ckpt.ports import Communicator
 from moe_ckpt.stopwatch import Stopwatch
 
 ATTRIBUTE = "moe_boost"
+
+
+def boost_of_layers(
+    boost: float,
+    layers: Sequence[FoundLayer],
+    passes: TrainingPasses,
+    comm: Communicator,
+    stopwatch: Stopwatch,
+    refused: str | None = None,
+) -> Boosting:
+    """Returns the boost of a run.
+
+    Args:
+        boost: Of the policy's needs.
+        layers: Of the live model.
+        passes: Tells which forward passes are training's.
+        comm: The ranks.
+        stopwatch: Counts what routers ask for.
+        refused: Why no layer can take a boost; None if layers can.
+    """
+    grid = grid_of([layer.info for layer in layers])
+    return Boosting(boost, boost_ports(layers, refused, passes), grid, comm, stopwatch)
 
 
 def boost_ports(
@@ -153,37 +174,3 @@ class _Choosing(TorchFunctionMode):
         flat = scores.reshape(-1, scores.shape[-1])
         chosen = self._boost.select(flat.detach(), result[1].reshape(len(flat), -1)).reshape(result[1].shape)
         return torch.return_types.topk((scores.gather(-1, chosen), chosen))
-
-
-def fit_boost(
-    boost: float,
-    strategy: Any,
-    layers: Sequence[FoundLayer],
-    passes: TrainingPasses,
-    comm: Communicator,
-    stopwatch: Stopwatch,
-) -> Boosting:
-    """Returns the boost of a fit.
-
-    Args:
-        boost: Of the policy's needs.
-        strategy: Of the trainer.
-        layers: Of the live model.
-        passes: Tells which forward passes are training's.
-        comm: The ranks.
-        stopwatch: Counts what routers ask for.
-    """
-    ports = boost_ports(layers, boost_refusal(strategy), passes)
-    return Boosting(boost, ports, grid_of([layer.info for layer in layers]), comm, stopwatch)
-
-
-def boost_refusal(strategy: Any) -> str | None:
-    """Returns why no router may take a capacity boost under this strategy; None if routers may."""
-    mesh: Any = getattr(strategy, NAMES["device_mesh"], None)
-    names = () if mesh is None else mesh.mesh_dim_names or ()
-    if "tensor_parallel" in names and mesh["tensor_parallel"].size() > 1:
-        return (
-            "tensor-parallel ranks route the same tokens independently, and would choose differently. A boost needs "
-            "data-parallel ranks (DDP, FSDP2)"
-        )
-    return None

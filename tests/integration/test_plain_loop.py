@@ -158,7 +158,9 @@ def test_what_cannot_be_saved_is_refused_at_the_start(tmp_path: Path, arguments,
 
 
 def test_a_loader_that_cannot_say_where_it_is_is_refused(tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"moe_ckpt.attach: loader \(DataLoader\) lacks state_dict.*StatefulDataLoader"):
+    with pytest.raises(
+        ConfigError, match=r"moe_ckpt.attach: loader \(DataLoader\) lacks state_dict.*StatefulDataLoader"
+    ):
         moe_ckpt.attach(*made(), dirpath=tmp_path, stateful={"loader": DataLoader([1])})
 
 

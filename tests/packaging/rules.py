@@ -220,7 +220,7 @@ def _may_import(part: str, target: str) -> bool:
     if part in ON_TOP:
         return target in LAYERS or target == ""
     if target in GUESTS:
-        return part in {door.partition(".")[0] for door in DOORS}
+        return any(door.partition(".")[0] == part and target in guests for door, guests in DOORS.items())
     if part in GUESTS:
         return target in LAYERS
     if part in ADAPTERS and target in ADAPTERS:

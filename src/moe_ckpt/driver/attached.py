@@ -130,8 +130,8 @@ class AttachedCheckpoint(ABC):
 
     @property
     def recovery_plan(self) -> RecoveryPlan | None:
-        """Where each operator of the checkpoint that training resumed from came from on this rank: memory of this
-        node, of others, or storage. None before ``resume``, and for a new run."""
+        """Returns where each operator of the checkpoint that training resumed from came from on this rank: memory of
+        this node, of others, or storage. None before ``resume``, and for a new run."""
         return None if self._driver.restored is None else self._driver.restored.plan
 
     @property

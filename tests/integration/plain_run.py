@@ -32,6 +32,7 @@ class Loop:
         policy: Name and arguments.
         memory: Checkpoints in memory that outlives the process.
         sharding: "none", "ddp" or "fsdp2".
+        prepared: "fabric" or "accelerate" wraps model and optimizers.
         optimizers: Of one, or of experts and the rest apart.
         scaler: Loss is scaled, and one step overflows.
         accumulate: Batches a step.
@@ -44,6 +45,7 @@ class Loop:
     policy: tuple[str, dict[str, Any]] = ("Dense", {})
     memory: bool = False
     sharding: str = "none"
+    prepared: str = ""
     optimizers: int = 1
     scaler: bool = False
     accumulate: int = 1
@@ -61,6 +63,24 @@ def model(loop: Loop) -> nn.Module:
 def dataset() -> list[tuple[torch.Tensor, int]]:
     generator = torch.Generator().manual_seed(5)
     return [(torch.randn(WIDTH, generator=generator), i % CLASSES) for i in range(SAMPLES)]
+
+
+def prepared(loop: Loop, net: nn.Module, optimizers: list[Any]) -> tuple[Any, list[Any], Any]:
+    """The model and the optimizers as the loop calls them, and how it computes gradients."""
+    if loop.prepared == "fabric":
+        from lightning.fabric import Fabric
+
+        fabric = Fabric(accelerator="cpu", devices=1)
+        net, *optimizers = fabric.setup(net, *optimizers)
+        return net, optimizers, fabric.backward
+    if loop.prepared == "accelerate":
+        from accelerate import Accelerator
+
+        os.environ["MASTER_ADDR"] = "127.0.0.1"
+        accelerator = Accelerator(cpu=True)
+        net, *optimizers = accelerator.prepare(net, *optimizers)
+        return net, optimizers, accelerator.backward
+    return net, optimizers, torch.Tensor.backward
 
 
 def stored(root: str) -> int:
@@ -93,6 +113,7 @@ def lived(rank: int, world_size: int, root: str, loop: Loop, kill_at: int | None
     groups = [names] if loop.optimizers == 1 else [[n for n in names if ("experts" in n) is e] for e in (True, False)]
     parameters = dict(inner.named_parameters())
     optimizers = [torch.optim.AdamW([parameters[n] for n in group], lr=1e-2) for group in groups]
+    net, given, backward = prepared(loop, net, optimizers)
     schedules = [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS) for optimizer in optimizers]
     stateful: dict[str, Any] = {"data": sampler or loader, **{f"schedule {n}": s for n, s in enumerate(schedules)}}
     average = None
@@ -105,7 +126,7 @@ def lived(rank: int, world_size: int, root: str, loop: Loop, kill_at: int | None
     name, arguments = loop.policy
     policy = getattr(policies, name)(**arguments)
     ckpt = moe_ckpt.attach(
-        net, optimizers, policy=policy, dirpath=f"{root}/store", stateful=stateful, memory=memory, **loop.options
+        net, given, policy=policy, dirpath=f"{root}/store", stateful=stateful, memory=memory, **loop.options
     )
     with ckpt:
         progress = ckpt.resume()
@@ -118,13 +139,13 @@ def lived(rank: int, world_size: int, root: str, loop: Loop, kill_at: int | None
                 loss = F.cross_entropy(net(x), y)
                 if scaler is not None:
                     loss = scaler.scale(loss) * (torch.inf if step == 4 else 1)
-                loss.backward()
+                backward(loss)
                 batches += 1
                 if sampler is not None:
                     sampler.advance(BATCH)
                 if batches % loop.accumulate:
                     continue
-                for optimizer in optimizers:
+                for optimizer in given:
                     optimizer.step() if scaler is None else scaler.step(optimizer)
                 if scaler is not None:
                     scaler.update()

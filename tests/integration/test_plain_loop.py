@@ -43,6 +43,8 @@ def require_alike(one: dict[str, Any], other: dict[str, Any]) -> None:
         (Loop(WINDOWS, memory=True), 1),
         (Loop(LOG, memory=True), 1),
         (Loop(memory=True, accumulate=2), 1),
+        (Loop(WINDOWS, memory=True, prepared="fabric", optimizers=2), 1),
+        (Loop(prepared="accelerate", unused=False), 2),
         (Loop(sharding="ddp"), 2),
         (Loop(WINDOWS, memory=True, sharding="fsdp2", unused=False), 2),
         pytest.param(Loop(LOG, memory=True, sharding="ddp"), 2, marks=pytest.mark.slow),
@@ -50,7 +52,18 @@ def require_alike(one: dict[str, Any], other: dict[str, Any]) -> None:
         pytest.param(Loop(sharding="ddp", unused=False), 3, marks=pytest.mark.slow),
     ],
     ids=[
-        *("dense", "two-optimizers", "scaler", "windows", "log", "accumulated", "ddp", "windows-fsdp2"),
+        *(
+            "dense",
+            "two-optimizers",
+            "scaler",
+            "windows",
+            "log",
+            "accumulated",
+            "fabric",
+            "accelerate",
+            "ddp",
+            "windows-fsdp2",
+        ),
         *("log-ddp", "log-fsdp2", "buckets"),
     ],
 )

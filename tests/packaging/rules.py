@@ -18,7 +18,7 @@ SIMULATOR = "moe_ckpt_sim"
 LAYERS = (
     *("core", "ledger", "policies", "format", "storage", "memory", "comm", "slices", "peers", "run", "tiers"),
     *("commit", "reading", "recovery", "session", "profiling", "modeling", "data", "interop", "metrics"),
-    *("driver", "callbacks", "megatron", "plain"),
+    *("driver", "callbacks", "megatron", "plain", "transformers"),
 )
 """Each may import itself and what stands before it."""
 GUESTS = ("boost", "bubbles", "localized", "inprocess", "gradient_log", "survivors", "windows")
@@ -68,6 +68,7 @@ HOMES = {
     "hydra": ("conf",),
     "omegaconf": ("conf",),
     "megatron": ("megatron", "testing", "interop"),
+    "transformers": ("transformers",),
 }
 """Framework -> the only parts of the package that may import it."""
 NAMES_OF_NOTHING = frozenset(

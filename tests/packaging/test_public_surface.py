@@ -39,6 +39,7 @@ SURFACE = {
     ),
     "moe_ckpt.metrics": "CheckpointMetrics",
     "moe_ckpt.plain": "PlainCheckpoint Position attach",
+    "moe_ckpt.transformers": "MoECheckpointCallback",
     "moe_ckpt.policies": (
         "AnyOf Catalog CheckFreq Dense FaultRecord Gemini GradientLog Guarded Measured MemoryFacts MoC "
         "MoELayer MoEtion MoEvement ModelFacts Needs Operator OperatorKind Policy PolicyContext RunFacts "
@@ -169,7 +170,7 @@ CONFIG_GROUPS = {
     ),
 }
 
-EXTRAS = "lightning hydra plot remote megatron inprocess recipes docs dev"
+EXTRAS = "lightning transformers hydra plot remote megatron inprocess recipes docs dev"
 
 
 def names(module):

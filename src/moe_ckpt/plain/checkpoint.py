@@ -68,6 +68,12 @@ def attach(
     return PlainCheckpoint(chosen, model, listed, stateful or {})
 
 
+def _without_wrapper(optimizer: Any) -> Any:
+    """The torch optimizer in one that accelerate or Fabric has prepared; others as they are."""
+    inner = getattr(optimizer, "optimizer", None)
+    return _without_wrapper(inner) if isinstance(inner, Optimizer) else optimizer
+
+
 class PlainCheckpoint(AttachedCheckpoint):
     """Checkpoints one training loop. All ranks call each method, on the training thread.
 
@@ -85,6 +91,8 @@ class PlainCheckpoint(AttachedCheckpoint):
     def __init__(
         self, options: Options, model: nn.Module, optimizers: Sequence[Optimizer], stateful: Mapping[str, Stateful]
     ) -> None:
+        model = getattr(model, "_forward_module", model)  # Fabric's wrapper
+        optimizers = [_without_wrapper(optimizer) for optimizer in optimizers]
         _require_usable(model, optimizers)
         if not isinstance(stateful, Mapping):
             raise ConfigError(
@@ -135,12 +143,15 @@ class PlainCheckpoint(AttachedCheckpoint):
 
     # --- once, before training ---
 
-    def resume(self) -> Position:
+    def resume(self, *, step: int = 0) -> Position:
         """Resumes from the newest checkpoint that all ranks can load. Once, before ``iter(loader)``.
 
         When it returns, tensors, optimizers, ``stateful`` objects and random number generators are restored. From a
         sparse window (MoEvement) training resumes at the window's first step, and the loop computes the steps up to its
         last again, exactly.
+
+        Args:
+            step: Steps that the loop has done where the store has no checkpoint yet, as after it loaded one of its own.
 
         Returns:
             The position at which the loop goes on.
@@ -150,6 +161,7 @@ class PlainCheckpoint(AttachedCheckpoint):
             ConfigError: The checkpoint and this run contradict each other.
         """
         driver, host = self._driver, self._host
+        host.progress = Position(step)
         driver.resume()
         restored = driver.restored
         if restored is not None:
@@ -165,6 +177,10 @@ class PlainCheckpoint(AttachedCheckpoint):
             self._buckets.arrange(host.buckets)
         driver.begin(new=restored is None)
         return host.progress
+
+    def restore_generators(self) -> None:
+        """Restores the random numbers of the newest step once more, which a loop has moved before its first batch."""
+        self._host.generators.go_back()
 
     def _iterate_quietly(self, loader: DataLoader[Any]) -> None:
         """Lets the first iterator of a loader that continues an epoch draw no random number of the run.

@@ -1,0 +1,165 @@
+"""``MoECheckpointCallback``: real Trainers, killed and started again, with the bits of an undisturbed run."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("accelerate")
+
+from moe_ckpt.errors import ConfigError
+from moe_ckpt.transformers import MoECheckpointCallback
+from tests.integration import transformers_run
+from tests.integration.test_plain_loop import require_alike
+from tests.integration.transformers_run import BATCH, EPOCHS, SAMPLES, Run
+from tests.support.processes import run_ranks, start_ranks
+
+WINDOWS, LOG = ("MoEvement", {"window": 3}), ("GradientLog", {})
+
+
+def life(root: Path, run: Run, ranks: int = 1, kill_at: int | None = None) -> dict[str, Any]:
+    """The end of a life; of one in which rank 0 was killed, nothing."""
+    root.mkdir(exist_ok=True)
+    outcomes = start_ranks(transformers_run.lived, ranks, str(root), run, kill_at)
+    assert outcomes[0].exitcode == (0 if kill_at is None else -9), outcomes[0].error
+    return outcomes[0].value if kill_at is None else {}
+
+
+def steps_an_epoch(run: Run, ranks: int = 1) -> int:
+    batches = -(-SAMPLES // (BATCH * ranks))
+    return -(-batches // run.accumulate)
+
+
+@pytest.mark.parametrize(
+    ("run", "ranks"),
+    [
+        (Run(), 1),
+        (Run(accumulate=4), 1),
+        (Run(WINDOWS), 1),
+        (Run(LOG, memory=True), 1),
+        (Run(memory=True), 2),
+        (Run(WINDOWS, memory=True, accumulate=2, fsdp2=True), 2),
+        pytest.param(Run(WINDOWS, accumulate=4), 1, marks=pytest.mark.slow),
+        pytest.param(Run(LOG, memory=True, accumulate=4), 1, marks=pytest.mark.slow),
+        pytest.param(Run(LOG, memory=True, fsdp2=True), 2, marks=pytest.mark.slow),
+    ],
+    ids=["dense", "accumulated", "windows", "log", "ddp", "windows-fsdp2", "windows-acc", "log-acc", "log-fsdp2"],
+)
+def test_killed_at_random_it_ends_with_the_same_bits(tmp_path: Path, run: Run, ranks: int):
+    """Within an epoch, at its end and anywhere; an evaluation every five steps draws random numbers."""
+    undisturbed = life(tmp_path / "whole", run, ranks)
+    epoch = steps_an_epoch(run, ranks)
+    kills = sorted({random.randrange(2, epoch), epoch, 2 * epoch, random.randrange(epoch + 1, EPOCHS * epoch)})
+    for kill_at in kills:
+        life(tmp_path / "killed", run, ranks, kill_at)
+    resumed = life(tmp_path / "killed", run, ranks)
+    assert resumed["restored"], kills
+    require_alike(undisturbed, resumed)
+    assert resumed["at_end"] == undisturbed["at_end"]
+    assert resumed["patience"] == undisturbed["patience"]
+    assert resumed["losses"].items() <= undisturbed["losses"].items(), "of all steps since the last log before the kill"
+
+
+def test_an_order_that_is_drawn_from_the_runs_random_numbers_is_repeated(tmp_path: Path):
+    """accelerate's own sampler has a seed an epoch; torch's draws from the generator that dropout draws from."""
+    run = Run(settings={"accelerator_config": {"use_seedable_sampler": False}})
+    undisturbed = life(tmp_path / "whole", run)
+    for kill_at in (9, 21, 30):
+        life(tmp_path / "killed", run, kill_at=kill_at)
+    require_alike(undisturbed, life(tmp_path / "killed", run))
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_batches_that_are_made_with_random_numbers_are_warned_of(tmp_path: Path, masked: bool, capfd):
+    life(tmp_path, Run(masked=masked, settings={"max_steps": 3}))
+    assert ("batches are made with random numbers" in capfd.readouterr().err) is masked
+
+
+def test_the_callback_changes_no_bit(tmp_path: Path):
+    require_alike(life(tmp_path / "with", Run()), life(tmp_path / "without", Run(None)))
+
+
+def test_moc_counts_what_a_kill_loses(tmp_path: Path):
+    run = Run(("MoC", {"k": 1}))
+    life(tmp_path, run, kill_at=20)
+    assert 0 < life(tmp_path, run)["plt"] < 1
+
+
+def test_an_error_costs_the_step_that_it_came_in(tmp_path: Path):
+    """Memory that outlives the process gets the newest step, which the policy does not want."""
+    run = Run(("Dense", {"every_n_steps": 1_000}), memory=True, raise_at=9)
+    outcomes = start_ranks(transformers_run.lived, 1, str(tmp_path), run, None)
+    assert "the user's mistake" in outcomes[0].error
+    assert life(tmp_path, Run(run.policy, memory=True))["restored"] == 9
+
+
+def test_a_finished_run_trains_nothing_and_a_longer_one_continues(tmp_path: Path):
+    life(tmp_path, Run(settings={"num_train_epochs": 1}))
+    again = life(tmp_path, Run(settings={"num_train_epochs": 1}))
+    assert again["begins"] == []
+    assert again["at_end"][0] == steps_an_epoch(Run())
+    assert life(tmp_path, Run(settings={"num_train_epochs": 2}))["begins"] == [21 + n for n in range(21)]
+
+
+def test_the_best_model_is_loaded_after_the_last_step_is_saved(tmp_path: Path):
+    """The checkpoint of the last step has that step, and not the weights of the best one."""
+    steps = {"save_strategy": "steps", "save_steps": 5, "max_steps": 23}
+    best = Run(settings={**steps, "load_best_model_at_end": True, "greater_is_better": True})
+    last = life(tmp_path / "last", Run(settings=steps))
+    first = life(tmp_path / "best", best)["tensors"]
+    assert not torch.equal(first["lm_head.weight"], last["tensors"]["lm_head.weight"]), "the best is one before"
+    require_alike(life(tmp_path / "best", Run(settings=steps)), last)
+
+
+def _beside_trainers_own(rank: int, world_size: int, root: str) -> list[int]:
+    """Trains 10 steps without us, and goes on from Trainer's own checkpoint with us; then again, from ours."""
+    saving = {"save_strategy": "steps", "save_steps": 10, "max_steps": 10}
+    transformers_run.trainer(root, Run(None, settings=saving)).train()
+    begins = []
+    for steps in (25, 30):
+        run = Run(settings={"max_steps": steps, "lr_scheduler_type": "constant"})
+        ours = transformers_run.callback(root, run)
+        trained = transformers_run.trainer(root, run, *ours)
+        trained.train(resume_from_checkpoint=f"{root}/hf/checkpoint-10")
+        begins.append(trained._initial_global_step)
+    return begins
+
+
+def test_it_continues_trainers_own_checkpoint_and_then_its_own(tmp_path: Path):
+    assert run_ranks(_beside_trainers_own, 1, str(tmp_path)) == [[10, 25]]
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"auto_find_batch_size": True}, "auto_find_batch_size=True.*other batches"),
+        ({"ignore_data_skip": True}, "ignore_data_skip=True.*other batches"),
+    ],
+)
+def test_settings_that_change_the_data_are_refused(tmp_path: Path, settings: dict[str, Any], says: str):
+    trained = transformers_run.trainer(
+        str(tmp_path), Run(settings=settings), *transformers_run.callback(str(tmp_path), Run())
+    )
+    with pytest.raises(ConfigError, match=says):
+        trained.train()
+
+
+def test_two_of_them_are_refused(tmp_path: Path):
+    ours = [*transformers_run.callback(str(tmp_path), Run()), *transformers_run.callback(str(tmp_path), Run())]
+    with pytest.raises(ConfigError, match="2 MoECheckpointCallbacks"):
+        transformers_run.trainer(str(tmp_path), Run(), *ours).train()
+
+
+def test_another_accumulation_is_refused(tmp_path: Path):
+    life(tmp_path, Run(), kill_at=5)
+    outcomes = start_ranks(transformers_run.lived, 1, str(tmp_path), Run(accumulate=4), None)
+    assert "gradient_accumulation_steps=1, and this one has 4" in outcomes[0].error
+
+
+def test_options_are_checked_where_they_are_written(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"MoECheckpointCallback\(every=...\): no such option"):
+        MoECheckpointCallback(dirpath=tmp_path, every=3)

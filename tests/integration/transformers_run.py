@@ -1,0 +1,165 @@
+"""One life of a ``transformers.Trainer`` that trains a tiny Qwen3-MoE, in a process of its own: ``lived``."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from transformers import (
+    EarlyStoppingCallback,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+import moe_ckpt
+from moe_ckpt import newest_step, policies
+from moe_ckpt.transformers import MoECheckpointCallback
+
+SAMPLES, BATCH, EPOCHS = 42, 2, 3
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run.
+
+    Attributes:
+        policy: Name and arguments; None: without the callback.
+        memory: Checkpoints in memory that outlives the process.
+        accumulate: Batches a step. An epoch has 21 at one rank: its last step has fewer.
+        fsdp2: Sharded by ``fully_shard``, by accelerate; else DDP where there are several ranks.
+        settings: Further ones of ``TrainingArguments``.
+        masked: The collator draws random numbers.
+        raise_at: An error is raised in the forward pass after this step.
+    """
+
+    policy: tuple[str, dict[str, Any]] | None = ("Dense", {})
+    memory: bool = False
+    accumulate: int = 1
+    fsdp2: bool = False
+    settings: dict[str, Any] = field(default_factory=dict)
+    masked: bool = False
+    raise_at: int | None = None
+
+
+class _Dies(TrainerCallback):
+    def __init__(self, run: Run, kill_at: int | None, store: str) -> None:
+        self._run, self._kill_at, self._store = run, kill_at, store
+        self.losses: dict[int, float] = {}
+        self.begins: list[int] = []
+
+    def on_step_begin(self, args, state, control, **_: Any) -> None:
+        self.begins.append(state.global_step)
+        stored = self._run.memory or newest_step(self._store) is not None
+        if self._kill_at is not None and state.global_step >= self._kill_at and stored and os.environ["RANK"] == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if state.global_step == self._run.raise_at:
+            raise ZeroDivisionError("the user's mistake")
+
+    def on_log(self, args, state, control, logs=None, **_: Any) -> None:
+        self.losses |= {state.global_step: logs["loss"]} if "loss" in logs else {}
+
+
+def model() -> Qwen3MoeForCausalLM:
+    torch.manual_seed(0)
+    return Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            vocab_size=64,
+            hidden_size=32,
+            intermediate_size=32,
+            moe_intermediate_size=16,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=16,
+            num_experts=4,
+            num_experts_per_tok=2,
+            router_aux_loss_coef=0.01,
+            attention_dropout=0.1,
+        )
+    )
+
+
+def dataset() -> list[dict[str, torch.Tensor]]:
+    words = [torch.randint(64, (16,), generator=torch.Generator().manual_seed(number)) for number in range(SAMPLES)]
+    return [{"input_ids": each, "labels": each} for each in words]
+
+
+def trainer(root: str, run: Run, *callbacks: TrainerCallback) -> Trainer:
+    sharding = {}
+    if run.fsdp2:
+        wrapped = {"transformer_layer_cls_to_wrap": ["Qwen3MoeDecoderLayer"]}
+        sharding = {"fsdp": "full_shard auto_wrap", "fsdp_config": {"fsdp_version": 2, **wrapped}}
+    arguments = TrainingArguments(
+        **{
+            "output_dir": f"{root}/hf",
+            "num_train_epochs": EPOCHS,
+            "per_device_train_batch_size": BATCH,
+            "gradient_accumulation_steps": run.accumulate,
+            "learning_rate": 1e-2,
+            "seed": 3,
+            "use_cpu": True,
+            "save_strategy": "no",
+            "eval_strategy": "steps",
+            "eval_steps": 5,
+            "logging_steps": 4,
+            "report_to": [],
+            "disable_tqdm": True,
+            "metric_for_best_model": "eval_loss",
+            **sharding,
+            **run.settings,
+        }
+    )
+    data = dataset()
+    return Trainer(
+        model=model(),
+        args=arguments,
+        train_dataset=data,
+        eval_dataset=data[:6],
+        data_collator=_masked if run.masked else None,
+        callbacks=list(callbacks),
+    )
+
+
+def _masked(samples: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    words = torch.stack([sample["input_ids"] for sample in samples])
+    return {"input_ids": words.masked_fill(torch.rand(words.shape) < 0.1, 0), "labels": words}
+
+
+def callback(root: str, run: Run) -> list[MoECheckpointCallback]:
+    if run.policy is None:
+        return []
+    name, arguments = run.policy
+    memory = moe_ckpt.Memory(directory=root, replicas=0) if run.memory else None
+    return [MoECheckpointCallback(getattr(policies, name)(**arguments), dirpath=f"{root}/store", memory=memory)]
+
+
+def lived(rank: int, world_size: int, root: str, run: Run, kill_at: int | None = None) -> dict[str, Any]:
+    """The state at the end; a process that is killed returns nothing."""
+    torch.set_num_threads(1)
+    os.environ["MASTER_ADDR"] = "127.0.0.1"  # accelerate asks for it, and does not use it: there is a process group
+    patience = EarlyStoppingCallback(early_stopping_patience=50)
+    ours, dies = callback(root, run), _Dies(run, kill_at, f"{root}/store")
+    trained = trainer(root, run, *ours, patience, dies)
+    result = trained.train()
+    checkpoint = ours[0].checkpoint if ours else None
+    whole = lambda tensor: tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # noqa: E731
+    tensors = {key: whole(value) for key, value in trained.accelerator.unwrap_model(trained.model).state_dict().items()}
+    for at, entries in trained.optimizer.state_dict()["state"].items():
+        tensors |= {f"{at}/{key}": whole(value) for key, value in entries.items()}
+    state = trained.state
+    return {
+        "tensors": {**tensors, "rng": torch.get_rng_state()},
+        "losses": dies.losses,
+        "begins": dies.begins,
+        "train_loss": result.training_loss,
+        "restored": None if checkpoint is None else checkpoint.restored_step,
+        "plt": None if checkpoint is None else checkpoint.session.run_ledger.tokens.plt,
+        "at_end": (state.global_step, state.epoch, state.best_metric, state.total_flos, state.num_input_tokens_seen),
+        "patience": patience.early_stopping_patience_counter,
+    }

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from benchmarks.ranks import end
 from moe_ckpt import Memory
-from moe_ckpt.policies import MoEtion, Needs, PolicyContext, SnapshotPlan, Wrapper, save_nothing
+from moe_ckpt.policies import MoEtion, Needs, PolicyContext, SnapshotPlan, Wrapper
 from recipes.gpt_moe_megatron.config import ModelConfig, ParallelConfig, RunConfig, TrainerConfig
 from recipes.gpt_moe_megatron.model import build, start
 from recipes.gpt_moe_megatron.train import Training
@@ -96,7 +96,7 @@ class InTurns(Wrapper):
         return replace(super().needs, next_due=None)
 
     def plan(self, context: PolicyContext) -> SnapshotPlan:
-        return save_nothing(context.run.step) if way_of(context.run.step + 1) == NONE else super().plan(context)
+        return SnapshotPlan(context.run.step) if way_of(context.run.step + 1) == NONE else super().plan(context)
 
 
 def turn(stage: Stage, order: Mapping[str, Any], root: Path) -> list[Iteration]:

@@ -18,7 +18,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 from benchmarks.acting import wait_until_written
 from moe_ckpt.callbacks import MoECheckpoint
-from moe_ckpt.core.plan import SnapshotPlan, save_nothing
+from moe_ckpt.core.plan import SnapshotPlan
 from moe_ckpt.format.manifest import MANIFEST_NAME
 from moe_ckpt.ledger.retention import RetentionPolicy
 from moe_ckpt.policies.base import Policy, PolicyContext
@@ -83,7 +83,7 @@ class _GatedPolicy(Wrapper):
     gate: Gate
 
     def plan(self, context: PolicyContext) -> SnapshotPlan:
-        return super().plan(context) if self.gate.is_open else save_nothing(context.run.step)
+        return super().plan(context) if self.gate.is_open else SnapshotPlan(context.run.step)
 
 
 class Ours(Contestant):

@@ -22,7 +22,7 @@ from benchmarks.failing import Failures
 from benchmarks.windowed import batches, trainer
 from benchmarks.workload import Workload
 from moe_ckpt.callbacks import MoECheckpoint
-from moe_ckpt.core.plan import SnapshotPlan, save_nothing
+from moe_ckpt.core.plan import SnapshotPlan
 from moe_ckpt.core.window import slot_bytes
 from moe_ckpt.policies.base import Policy, PolicyContext
 from moe_ckpt.policies.dense import Dense
@@ -44,7 +44,7 @@ class Gated(Wrapper):
 
     def plan(self, context: PolicyContext) -> SnapshotPlan:
         if not self.gate.is_open:
-            return save_nothing(context.run.step)
+            return SnapshotPlan(context.run.step)
         plan = self.policy.plan(context)
         if plan.window is not None:
             self.expected[context.run.step] = slot_bytes(plan.window.slots, context.model.sizes)[plan.slot]

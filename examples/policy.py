@@ -8,7 +8,7 @@ from with_lightning import start, train
 
 from moe_ckpt.callbacks import MoECheckpoint
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.policies import Catalog, Needs, PolicyContext, SnapshotPlan, Tier, save_full
+from moe_ckpt.policies import Catalog, Needs, PolicyContext, SnapshotPlan, Tier
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Busiest:
             busier = (tokens > tokens[operator.expert]).sum()
             if busier < self.experts or operator.id in run.missing:  # missing: no checkpoint has it yet
                 chosen.append(operator.id)
-        return save_full(run.step, tuple(chosen))
+        return SnapshotPlan(run.step, tuple(chosen))
 
     def describe(self) -> dict[str, Any]:
         return {"name": "busiest", **asdict(self)}

@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from moe_ckpt.core.operators import Catalog
-from moe_ckpt.core.plan import SnapshotPlan, save_full
+from moe_ckpt.core.plan import SnapshotPlan
 from moe_ckpt.policies.base import Needs, PolicyContext
 from tests.dist.test_mirrors import same_as_its_source
 from tests.dist.test_replication import texts, warnings_of
@@ -51,7 +51,7 @@ class Told:
 
     def plan(self, context: PolicyContext) -> SnapshotPlan:
         self.told.append(context)
-        return save_full(context.run.step, context.model.catalog.everything)
+        return SnapshotPlan(context.run.step, context.model.catalog.everything)
 
 
 def copies(rank: int, world_size: int, root: str, setup: Setup) -> dict[str, Any]:

@@ -43,7 +43,7 @@ SURFACE = {
     "moe_ckpt.policies": (
         "AnyOf Catalog CheckFreq Dense FaultRecord Gemini GradientLog Guarded Measured MemoryFacts MoC "
         "MoELayer MoEtion MoEvement ModelFacts Needs Operator OperatorKind Policy PolicyContext RunFacts "
-        "SnapshotPlan Tier TokenFacts Wrapper expert_id gate_id needs_of non_expert_id save_full save_nothing"
+        "SnapshotPlan Tier TokenFacts Wrapper expert_id gate_id needs_of non_expert_id"
     ),
     "moe_ckpt.storage": "Chunk LocalStorage RemoteStorage Storage StoreLock open_storage",
     "moe_ckpt.testing": "PHASES FaultyStorage Kill KillHook KillSchedule crash_at kill_process lose_node watch_phases",

@@ -7,7 +7,7 @@ from math import ceil, sqrt
 
 import pytest
 
-from moe_ckpt.core.plan import Tier, save_full
+from moe_ckpt.core.plan import SnapshotPlan, Tier
 from moe_ckpt.core.window import Window
 from moe_ckpt.policies import Dense, MoC, MoEvement
 from moe_ckpt_sim.cluster.clock import MOST_SECS, on_clock
@@ -49,7 +49,7 @@ def by_rank(layout, bytes_of, operators):
 def test_the_rank_that_has_most(parallel):
     costs = costs_of(scenario(parallel=parallel))
     for operators in (MODEL.catalog.everything, MODEL.catalog.everything[5:17], tuple(MODEL.catalog.everything[::3])):
-        snapshot = costs.bytes_of.plan(save_full(1, operators))
+        snapshot = costs.bytes_of.plan(SnapshotPlan(1, operators))
         ranks = by_rank(costs.layout, lambda op: costs.sizes[op].full, operators)
         assert snapshot.rank == ceil(max(ranks) - 1e-6)
         assert snapshot.total == sum(costs.sizes[op].full for op in operators) == pytest.approx(sum(ranks))
@@ -77,9 +77,9 @@ def test_slots_of_windows(parallel):
 def test_what_is_kept_in_host_memory_is_copied_too_and_not_counted_twice():
     costs = costs_of(scenario(MoC(k=1, snapshot_k=3)))
     operators = MODEL.catalog.everything
-    held = save_full(1, operators[:20], host_only=operators[20:30])
-    assert costs.bytes_of.plan(held) == costs.bytes_of.plan(save_full(1, operators[:30]))
-    assert costs.bytes_of.stored(held) == costs.bytes_of.plan(save_full(1, operators[:20]))
+    held = SnapshotPlan(1, operators[:20], memory_only=operators[20:30])
+    assert costs.bytes_of.plan(held) == costs.bytes_of.plan(SnapshotPlan(1, operators[:30]))
+    assert costs.bytes_of.stored(held) == costs.bytes_of.plan(SnapshotPlan(1, operators[:20]))
 
 
 def test_links():
@@ -107,7 +107,7 @@ def test_weights_that_a_distributed_optimizer_gathers_are_not_sent(parallel, com
     tried = scenario(Dense(1), parallel=parallel, system=of_two, cluster={"gpus_per_node": 1, "nodes": 8})
     costs = costs_of(replace(tried, precision=Precision(compute_bytes=compute, master_bytes=2, optimizer_bytes=4)))
     everything = MODEL.catalog.everything
-    some = save_full(1, everything[:30])
+    some = SnapshotPlan(1, everything[:30])
     for found in (costs.bytes_of.dense, costs.bytes_of.plan(some), *costs.bytes_of.window(Window(0, (everything,)))):
         assert found.sent == pytest.approx(portion * found.rank, abs=2)
         assert costs.move_secs(found) == found.sent / costs.move_rate

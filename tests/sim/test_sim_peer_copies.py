@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from moe_ckpt.commit.room import Room
-from moe_ckpt.core.plan import save_full
+from moe_ckpt.core.plan import SnapshotPlan
 from moe_ckpt.peers.messages import SealedSlot
 from moe_ckpt.peers.replica_placement import ReplicaPlacement
 from moe_ckpt.peers.replication import Replicator, Roster
@@ -48,7 +48,7 @@ def decided(max_in_flight, when_busy, tmp_path):
             room = Room(run, None, SimpleNamespace(replicator=replicator, outlives_process=True), None)
             backlog = Backlog(settings, SimpleNamespace(rank=1), windows=False)
             for step in range(STEPS):
-                plan = save_full(step, MODEL.catalog.everything)
+                plan = SnapshotPlan(step, MODEL.catalog.everything)
                 found.append(backlog.to_peers(plan, StepConsensus(copies_behind=room.copies_behind)))
                 if found[-1]:
                     replicator.submit(step, SealedSlot(step, slot.memory, b"a header"))

@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from moe_ckpt.core.plan import Tier, save_full, save_logged
+from moe_ckpt.core.plan import SnapshotPlan, Tier
 from moe_ckpt.policies import GradientLog, Guarded, MoEtion, Wrapper
 from moe_ckpt.policies.base import PolicyContext
 from moe_ckpt.policies.moetion import MOST_GRADIENTS
@@ -62,7 +62,7 @@ def last_held(seen, step, tier):
     for context, plan in seen:
         if context.run.step > step:
             break
-        goes = plan.full + (plan.memory_only if tier is Tier.HOST or plan.sends_host_only else ())
+        goes = plan.full + (plan.memory_only if tier is Tier.HOST or plan.sends_memory_only else ())
         if tier is Tier.STORAGE and not context.memory.storage_due:
             continue
         for op in plan.full if tier is Tier.STORAGE else goes:
@@ -81,8 +81,8 @@ def test_memory_gets_two_sets_and_storage_one():
     one = [context.run.step for context, plan in seen if context.memory.storage_due]
     assert one[0] == seen[0][0].run.step
     assert next(step for step in one[1:] if step > 20) == 50
-    assert all(not plan.sends_host_only and plan.memory_only for plan in two)
-    assert all(plan.sends_host_only and not plan.memory_only for context, plan in seen if context.run.step in one)
+    assert all(not plan.sends_memory_only and plan.memory_only for plan in two)
+    assert all(plan.sends_memory_only and not plan.memory_only for context, plan in seen if context.run.step in one)
 
 
 @pytest.mark.parametrize(
@@ -231,7 +231,7 @@ def test_what_is_not_logged_would_be_lost():
     class Forgetful(GradientLog):
         def plan(self, context):
             plan = super().plan(context)
-            return save_logged(plan.step, plan.full, plan.gradients[1:]) if plan.gradients else plan
+            return SnapshotPlan(plan.step, plan.full, gradients=plan.gradients[1:]) if plan.gradients else plan
 
     _, _, seen = run(Forgetful(window=4), **LOG)
     context = next(context for context, plan in seen if context.run.step == 3)
@@ -273,7 +273,7 @@ def test_gradients_take_the_place_of_full_state_on_the_way_to_peers():
     full, logged = simulate(tried), simulate(logs)
     assert logged.plt == full.plt
     costs = Costs(tried.layout, tried.precision, tried.iteration, tried.system)
-    shared = costs.bytes_of.stored(save_full(1, tuple(op.id for op in CATALOG.always_saved))).sent
+    shared = costs.bytes_of.stored(SnapshotPlan(1, tuple(op.id for op in CATALOG.always_saved))).sent
     expected = shared + (costs.bytes_of.dense.sent - shared) * (6 + 8 * 2) / (9 * 6)
     assert logged.sent_bytes_per_step == pytest.approx(expected, rel=0.03)
     assert full.sent_bytes_per_step == pytest.approx(costs.bytes_of.dense.sent, rel=0.01)

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 from moe_ckpt.core.operators import Catalog
-from moe_ckpt.core.plan import SnapshotPlan, save_full, save_logged
+from moe_ckpt.core.plan import SnapshotPlan
 from moe_ckpt.policies.base import Needs, PolicyContext
 
 
@@ -21,10 +21,10 @@ class RoundRobin:
     def plan(self, context: PolicyContext) -> SnapshotPlan:
         everything = context.model.catalog.everything
         if context.memory.storage_due:
-            return save_full(context.run.step, everything)
+            return SnapshotPlan(context.run.step, everything)
         anchored = everything[context.run.step % self.round :: self.round]
         chosen = frozenset(anchored)
-        return save_logged(context.run.step, anchored, tuple(op for op in everything if op not in chosen))
+        return SnapshotPlan(context.run.step, anchored, gradients=tuple(op for op in everything if op not in chosen))
 
     def check(self, catalog: Catalog) -> None:
         pass

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_ckpt.core.operators import Catalog, expert_id
-from moe_ckpt.core.plan import SnapshotPlan, save_full
+from moe_ckpt.core.plan import SnapshotPlan
 from moe_ckpt.policies.base import Needs, PolicyContext
 
 SENT, HERE = 1, 2
@@ -48,12 +48,12 @@ class TwoSets:
         catalog = context.model.catalog
         grid = len(catalog.layers), catalog.layers[0].experts
         if context.run.missing:
-            return save_full(context.run.step, catalog.everything)
+            return SnapshotPlan(context.run.step, catalog.everything)
         sent, here = (chosen(context.run.step, count, *grid) for count in (SENT, HERE))
         rest = tuple(op.id for op in catalog.always_saved)
         stored = (*rest, *(expert_id(*at) for at in sorted(sent)))
         held = tuple(expert_id(*at) for at in sorted(here - sent))
-        return save_full(context.run.step, stored, host_only=held, sends_host_only=False)
+        return SnapshotPlan(context.run.step, stored, memory_only=held, sends_memory_only=False)
 
     def describe(self) -> dict[str, Any]:
         return {"name": "two-sets"}

@@ -23,7 +23,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from moe_ckpt.cli.main import main as moe_ckpt
 from moe_ckpt.comm.communicator import SoloCommunicator
-from moe_ckpt.commit.keeping import clean_start
 from moe_ckpt.core.operators import Catalog, MoELayer, Operator, OperatorKind, Span
 from moe_ckpt.errors import DamagedError, FormatVersionError, MoECheckpointError
 from moe_ckpt.format.contents import state_contents
@@ -36,6 +35,7 @@ from moe_ckpt.reading.reader import StoreReader, open_step
 from moe_ckpt.recovery.resume import resume_newest
 from moe_ckpt.run.run_ledger import RunLedger
 from moe_ckpt.storage import LocalStorage
+from tests.support.collecting import clean_start
 from tests.support.store_builder import OPERATOR_OF, PARAMETERS, STACK, LiveState, TinyRun, megatron_state
 from tests.support.verifying import verify_store
 

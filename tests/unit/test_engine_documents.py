@@ -11,7 +11,6 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from moe_ckpt.commit.keeping import clean_start
 from moe_ckpt.errors import DamagedError, StoreError
 from moe_ckpt.format.manifest import parse_step_dir, step_dir
 from moe_ckpt.format.sealed import seal
@@ -21,6 +20,7 @@ from moe_ckpt.reading.reader import StoreReader, newest_good
 from moe_ckpt.run.documents import read_header, read_manifest, read_parts, read_sealed
 from moe_ckpt.session.session_resources import describe_differences, open_store
 from moe_ckpt.storage import LocalStorage, StoreLock
+from tests.support.collecting import clean_start
 from tests.support.store_builder import example
 from tests.support.verifying import verify_store
 from tests.unit.builders import catalog

@@ -12,7 +12,7 @@ import torch
 
 from moe_ckpt.comm.communicator import SoloCommunicator
 from moe_ckpt.core.operators import expert_id
-from moe_ckpt.core.plan import SnapshotPlan, Tier, save_full
+from moe_ckpt.core.plan import SnapshotPlan, Tier
 from moe_ckpt.errors import StoreInUseError
 from moe_ckpt.format.shard import SliceEntry
 from moe_ckpt.memory.arena import Arena, Buffer
@@ -307,11 +307,11 @@ class Uneven:
 
     def plan(self, context: PolicyContext) -> SnapshotPlan:
         if context.run.missing:
-            return save_full(context.run.step, tuple(op.id for op in context.model.catalog.operators))
+            return SnapshotPlan(context.run.step, tuple(op.id for op in context.model.catalog.operators))
         number = 3 if context.run.step % 3 == 1 else 1
         chosen = {expert_id(layer, e) for layer in range(2) for e in range(number)}
         chosen |= {op.id for op in context.model.catalog.always_saved}
-        return save_full(context.run.step, tuple(op.id for op in context.model.catalog.operators if op.id in chosen))
+        return SnapshotPlan(context.run.step, tuple(op.id for op in context.model.catalog.operators if op.id in chosen))
 
 
 def test_a_small_snapshot_leaves_room_for_a_large_one(tmp_path):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from moe_ckpt.comm.communicator import SoloCommunicator
-from moe_ckpt.core.plan import SnapshotPlan, save_full
+from moe_ckpt.core.plan import SnapshotPlan
 from moe_ckpt.errors import PeerLostError
 from moe_ckpt.policies import Dense, MoC, Needs
 from moe_ckpt.run.events import SnapshotBegan
@@ -119,7 +119,7 @@ def test_only_the_join_before_an_update_waits_for_what_the_ranks_agree_on(tmp_pa
 def test_a_plan_that_waits_is_committed_when_the_step_returns(tmp_path):
     class Waiting(Dense):
         def plan(self, context):
-            return replace(save_full(context.run.step, context.model.catalog.everything), wait=True)
+            return replace(SnapshotPlan(context.run.step, context.model.catalog.everything), wait=True)
 
     with Life(LocalStorage(tmp_path), policy=Waiting(), comm=LateCommunicator(0.05)) as life:
         life.go(1)

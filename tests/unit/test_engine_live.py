@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moe_ckpt.core.placement import everywhere
-from moe_ckpt.core.plan import SnapshotPlan, save_full, save_logged, save_slot
+from moe_ckpt.core.plan import SnapshotPlan
 from moe_ckpt.core.window import OperatorBytes, Window
 from moe_ckpt.ledger.ledger import Ledger
 from moe_ckpt.modeling.moe.discover import build_catalog
@@ -72,15 +72,15 @@ def test_what_an_optimizer_keeps_of_a_stack_and_not_of_an_expert_is_coupled_with
 
 def plan_of(kind: str, run: Run) -> SnapshotPlan:
     if kind == "stored":
-        return save_full(3, (CHOSEN,))
+        return SnapshotPlan(3, (CHOSEN,))
     if kind == "in memory":
-        return save_full(3, (OTHER,), host_only=(CHOSEN,))
+        return SnapshotPlan(3, (OTHER,), memory_only=(CHOSEN,))
     if kind == "owed":
         run.ledger.owe([CHOSEN], 1)
-        return save_full(3, (OTHER,))
+        return SnapshotPlan(3, (OTHER,))
     if kind == "all":
-        return save_full(3, run.catalog.everything)
-    return save_slot(3, (OTHER,), (CHOSEN,), Window(3, ((OTHER,), (CHOSEN,))), 0)
+        return SnapshotPlan(3, run.catalog.everything)
+    return SnapshotPlan(3, (OTHER,), compute=(CHOSEN,), window=Window(3, ((OTHER,), (CHOSEN,))), slot=0)
 
 
 @pytest.mark.parametrize("asked_before", [False, True], ids=["", "as a window does"])
@@ -99,7 +99,7 @@ def test_what_a_plan_saves_is_read_where_it_lies_now(kind, asked_before):
 def test_a_step_count_that_is_saved_with_the_gate_is_read_where_it_lies_now():
     run = Run(stacked=True)
     name = run.parameter_of(CHOSEN)
-    plan, key = save_full(3, (run.catalog.home[name],)), f"optim/0/{name}/step"
+    plan, key = SnapshotPlan(3, (run.catalog.home[name],)), f"optim/0/{name}/step"
     run.address(plan, key)
     count = run.optimizer.state[run.parameters[name]]["step"]
     count.data = count.data.clone()
@@ -109,19 +109,19 @@ def test_a_step_count_that_is_saved_with_the_gate_is_read_where_it_lies_now():
 
 def test_what_a_plan_does_not_save_is_not_looked_at_until_one_does():
     run = Run()
-    plan, name = save_full(3, (CHOSEN,)), run.parameter_of(OTHER)
+    plan, name = SnapshotPlan(3, (CHOSEN,)), run.parameter_of(OTHER)
     assert name != run.parameter_of(CHOSEN)
     before = run.address(plan, f"model/{name}")
     run.move(name)
     run.next_step()
     assert run.address(plan, f"model/{name}") == before
     run.next_step()
-    assert run.address(save_full(4, (OTHER,)), f"model/{name}") == run.parameters[name].data_ptr()
+    assert run.address(SnapshotPlan(4, (OTHER,)), f"model/{name}") == run.parameters[name].data_ptr()
 
 
 def test_state_that_appears_is_noticed_whatever_the_plan():
     run = Run()
-    plan = save_full(3, (CHOSEN,))
+    plan = SnapshotPlan(3, (CHOSEN,))
     before, specs = run.live.describe_for(plan)
     run.live.layout.update(specs)
     parameter = run.parameters[run.parameter_of(OTHER)]
@@ -137,7 +137,7 @@ class Logs:
 
     def plan(self, context: PolicyContext) -> SnapshotPlan:
         rest = tuple(op for op in context.model.catalog.everything if op != CHOSEN)
-        return save_logged(context.run.step, (CHOSEN,), rest)
+        return SnapshotPlan(context.run.step, (CHOSEN,), gradients=rest)
 
     def check(self, catalog):
         """Serves any model."""
@@ -199,6 +199,6 @@ def test_what_a_policy_cannot_do_is_said_once_by_rank_0(policy: Policy, rank: in
 def test_how_many_times_more_full_state_would_be():
     """One of three operators is sent in full, 12 bytes, and of the others the gradients, 4 bytes each."""
     sizes = {name: OperatorBytes(12, 4, 4) for name in "abc"}
-    assert gradient_factor(save_logged(3, ("a",), ("b", "c"), host_only=("d",)), sizes) == 36 / 20
-    assert gradient_factor(save_logged(3, ("a", "b", "c"), ()), sizes) is None
-    assert gradient_factor(save_full(3, ("a", "b")), {}) is None
+    assert gradient_factor(SnapshotPlan(3, ("a",), gradients=("b", "c"), memory_only=("d",)), sizes) == 36 / 20
+    assert gradient_factor(SnapshotPlan(3, ("a", "b", "c"), gradients=()), sizes) is None
+    assert gradient_factor(SnapshotPlan(3, ("a", "b")), {}) is None

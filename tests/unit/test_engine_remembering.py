@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moe_ckpt.core.placement import everywhere
-from moe_ckpt.core.plan import SnapshotPlan, save_full
+from moe_ckpt.core.plan import SnapshotPlan
 from moe_ckpt.core.step import Contents, WindowPlace
 from moe_ckpt.core.window import Window, slot_plan
 from moe_ckpt.format.shard import SliceEntry
@@ -195,13 +195,13 @@ def test_the_differences_of_all_ranks_add_up_to_nothing(saved):
 def test_a_plan_is_true_where_it_saves_anything():
     window = Window(1, (("a", "b"), ("c",)))
     for plan in (
-        save_full(3, ("a",)),
-        save_full(3, (), host_only=("c",)),
+        SnapshotPlan(3, ("a",)),
+        SnapshotPlan(3, (), memory_only=("c",)),
         slot_plan(window, 0, 1),
         SnapshotPlan(3, gradients=("a",)),
     ):
         assert plan
-    assert not save_full(3, ())
+    assert not SnapshotPlan(3, ())
     assert not SnapshotPlan(3)
 
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from moe_ckpt.core.operators import expert_id
-from moe_ckpt.core.plan import save_full
+from moe_ckpt.core.plan import SnapshotPlan
 from moe_ckpt.errors import ConfigError, HostMemoryError, SaveFailedError, StoreInUseError
 from moe_ckpt.format.manifest import step_dir
 from moe_ckpt.policies import Dense, Measured
@@ -334,7 +334,7 @@ def test_a_budget_below_one_snapshot_is_refused_with_both_numbers(tmp_path):
 def test_a_budget_that_holds_no_partial_checkpoint_says_what_would_need_less(tmp_path):
     class Partial(Dense):
         def plan(self, context):
-            return save_full(context.run.step, tuple(sorted(ALWAYS)))
+            return SnapshotPlan(context.run.step, tuple(sorted(ALWAYS)))
 
     said = r"holds a part of the model,.*saves fewer experts at once also needs less"
     with (

@@ -7,7 +7,6 @@ import re
 
 import pytest
 
-from moe_ckpt.commit.keeping import clean_start, collect
 from moe_ckpt.format.manifest import group_of
 from moe_ckpt.ledger import retention
 from moe_ckpt.ledger.retention import RetentionPolicy
@@ -15,6 +14,7 @@ from moe_ckpt.policies import Dense, MoC
 from moe_ckpt.policies.moevement import MoEvement
 from moe_ckpt.storage import LocalStorage
 from moe_ckpt.testing import FaultyStorage
+from tests.support.collecting import clean_start, collect
 from tests.unit.engine_parts import Life, ThreadRanks, manifests, run_threads
 
 LAST = RetentionPolicy(keep_last=1)

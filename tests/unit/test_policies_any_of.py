@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from moe_ckpt.cli.main import main
-from moe_ckpt.core.plan import SnapshotPlan, save_full, save_nothing, save_slot
+from moe_ckpt.core.plan import SnapshotPlan
 from moe_ckpt.core.window import Window
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies import AnyOf, CheckFreq, Dense, Guarded, MoC, MoEtion, MoEvement, Needs, Policy, needs_of
@@ -60,18 +60,18 @@ def test_it_is_a_policy_that_says_what_it_is_made_of():
 
 
 def test_nobody_wants_a_checkpoint():
-    assert plan_of(save_nothing(9), save_nothing(9)) == save_nothing(9)
+    assert plan_of(SnapshotPlan(9), SnapshotPlan(9)) == SnapshotPlan(9)
 
 
 def test_the_only_one_who_wants_a_checkpoint_gets_what_it_wants():
-    wanted = save_full(9, ALL[:2], host_only=ALL[3:], wait=True, k=3, plt_budget=0.1)
-    assert plan_of(save_nothing(9), wanted) is wanted
+    wanted = SnapshotPlan(9, ALL[:2], memory_only=ALL[3:], wait=True, k=3, plt_budget=0.1)
+    assert plan_of(SnapshotPlan(9), wanted) is wanted
 
 
 def test_what_several_want_is_put_together_by_tier_in_the_order_of_the_catalog():
-    first = save_full(9, (ALL[4], ALL[0]), host_only=(ALL[2], ALL[5]))
-    second = save_full(9, (ALL[1], ALL[2]), host_only=(ALL[3],))
-    plan = plan_of(first, second, save_nothing(9))
+    first = SnapshotPlan(9, (ALL[4], ALL[0]), memory_only=(ALL[2], ALL[5]))
+    second = SnapshotPlan(9, (ALL[1], ALL[2]), memory_only=(ALL[3],))
+    plan = plan_of(first, second, SnapshotPlan(9))
     assert plan.full == (ALL[0], ALL[1], ALL[2], ALL[4])
     assert plan.memory_only == (ALL[3], ALL[5]), "not what goes to storage through host memory"
     assert plan == plan_of(second, first)
@@ -79,24 +79,26 @@ def test_what_several_want_is_put_together_by_tier_in_the_order_of_the_catalog()
 
 
 def test_an_operator_that_does_not_exist_is_left_for_the_engine_to_refuse():
-    assert plan_of(save_full(9, ("expert/7/7", ALL[1])), save_full(9, ALL[:1])).full == (*ALL[:2], "expert/7/7")
+    assert plan_of(SnapshotPlan(9, ("expert/7/7", ALL[1])), SnapshotPlan(9, ALL[:1])).full == (*ALL[:2], "expert/7/7")
 
 
 def test_training_waits_if_any_of_them_asks_for_it():
-    assert plan_of(save_full(9, ALL, wait=True), save_full(9, ALL[:1])).wait
-    assert not plan_of(save_full(9, ALL), save_full(9, ALL[:1])).wait
+    assert plan_of(SnapshotPlan(9, ALL, wait=True), SnapshotPlan(9, ALL[:1])).wait
+    assert not plan_of(SnapshotPlan(9, ALL), SnapshotPlan(9, ALL[:1])).wait
 
 
 def test_training_ends_if_any_of_them_asks_for_it():
-    stop, saves = SnapshotPlan(9, halt="enough"), save_full(9, ALL)
+    stop, saves = SnapshotPlan(9, halt="enough"), SnapshotPlan(9, ALL)
     for plans in ((stop, saves), (saves, stop), (saves, saves, stop)):
         plan = plan_of(*plans)
         assert (plan.halt, plan.full) == ("enough", ALL)
-    assert plan_of(save_nothing(9), stop) == stop
+    assert plan_of(SnapshotPlan(9), stop) == stop
 
 
 def test_most_experts_and_the_tightest_budget_are_told():
-    plan = plan_of(save_full(9, ALL, k=1, plt_budget=0.1), save_full(9, ALL, k=3), save_full(9, ALL, plt_budget=0.02))
+    plan = plan_of(
+        SnapshotPlan(9, ALL, k=1, plt_budget=0.1), SnapshotPlan(9, ALL, k=3), SnapshotPlan(9, ALL, plt_budget=0.02)
+    )
     assert (plan.k, plan.plt_budget) == (3, 0.02)
 
 
@@ -118,7 +120,7 @@ def test_everybody_is_due_when_they_would_be_alone():
 def test_the_first_step_that_is_due_is_anybodys():
     needs = needs_of(AnyOf([Dense(10), MoC(every_n_steps=4)]))
     assert [needs.due(at(step, step - 1)) for step in (1, 4, 5, 9, 13)] == [4, 4, 8, 10, 16]
-    assert needs_of(AnyOf([Dense(10), Says(save_nothing(3))])).due(at(3, 2)) == 3, "who does not say is always asked"
+    assert needs_of(AnyOf([Dense(10), Says(SnapshotPlan(3))])).due(at(3, 2)) == 3, "who does not say is always asked"
 
 
 # --- needs ---
@@ -146,13 +148,13 @@ def test_every_need_is_tried_here():
 def test_what_any_of_them_needs_is_needed(name):
     one, other, both = COMBINED[name]
     for values in ((one, other), (other, one)):
-        policy = AnyOf([Says(save_nothing(1), Needs(**{name: value})) for value in values])
+        policy = AnyOf([Says(SnapshotPlan(1), Needs(**{name: value})) for value in values])
         assert getattr(needs_of(policy), name) == both
         assert getattr(needs_of(Guarded(policy)), name) == (True if name == "lost_tokens" else both)
 
 
 def test_popularity_is_counted_in_one_way():
-    kinds = [Says(save_nothing(1), Needs(popularity=kind)) for kind in ("tokens", "decayed")]
+    kinds = [Says(SnapshotPlan(1), Needs(popularity=kind)) for kind in ("tokens", "decayed")]
     with pytest.raises(ConfigError, match=r"Says \('tokens'\) and Says \('decayed'\) count popularity in different"):
         AnyOf(kinds)
     assert needs_of(AnyOf([kinds[0], Dense(), kinds[0]])).popularity == "tokens"
@@ -160,7 +162,7 @@ def test_popularity_is_counted_in_one_way():
 
 def test_the_first_warning_of_any_of_them_is_given():
     here = context(MODEL, 3)
-    silent, first, other = (Says(save_nothing(1), Needs(warning=lambda _, text=t: text)) for t in (None, "one", "two"))
+    silent, first, other = (Says(SnapshotPlan(1), Needs(warning=lambda _, text=t: text)) for t in (None, "one", "two"))
     assert needs_of(AnyOf([Dense(), silent, first, other])).warning(here) == "one"
     assert needs_of(AnyOf([silent, Dense()])).warning(here) is None
     assert needs_of(AnyOf([Dense()])).warning is None
@@ -172,7 +174,7 @@ def test_the_first_warning_of_any_of_them_is_given():
         ([Dense(), MoEvement()], r"AnyOf\(policies\[1\]=MoEvement\(.*several steps.*; use it alone, or Dense, MoC"),
         ([Guarded(MoEvement())], r"AnyOf\(policies\[0\]=Guarded\(.*several steps, and no other"),
         ([CheckFreq(), MoC()], r"AnyOf\(policies\[0\]=CheckFreq\(.*would wait for ever after those of others"),
-        ([AnyOf([Dense()]), Says(save_nothing(1), Needs(alone=True))], r"policies\[1\]=Says.*would wait for ever"),
+        ([AnyOf([Dense()]), Says(SnapshotPlan(1), Needs(alone=True))], r"policies\[1\]=Says.*would wait for ever"),
         ([], r"AnyOf\(policies=\[\]\): give at least one policy"),
         (MoC(), r"AnyOf\(policies=MoC\(.*give several policies"),
         ("moc", r"AnyOf\(policies='moc'\): give several policies"),
@@ -186,9 +188,9 @@ def test_what_cannot_be_put_together_is_refused(given, said):
 
 
 def test_a_window_that_was_not_announced_is_refused():
-    slot = save_slot(9, ALL[:1], ALL[1:], Window(9, (ALL[:1], ALL[1:])), 0)
+    slot = SnapshotPlan(9, ALL[:1], compute=ALL[1:], window=Window(9, (ALL[:1], ALL[1:])), slot=0)
     with pytest.raises(ConfigError, match=r"without Needs\(windows=True\) plans a slot .* at step 9"):
-        plan_of(slot, save_full(9, ALL))
+        plan_of(slot, SnapshotPlan(9, ALL))
 
 
 def test_within_a_guard_the_budget_holds_for_every_checkpoint():

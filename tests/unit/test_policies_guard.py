@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from moe_ckpt.core.plan import save_full, save_nothing
+from moe_ckpt.core.plan import SnapshotPlan
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies import Dense, Guarded, MoC, Policy, TokenFacts
 from tests.unit.builders import catalog, context, experts_in
@@ -22,7 +22,9 @@ class First:
     halt: str | None = None
 
     def plan(self, context):
-        plan = save_full(context.run.step, ("non_expert/embed", "expert/0/0"), host_only=("expert/0/1", "expert/0/2"))
+        plan = SnapshotPlan(
+            context.run.step, ("non_expert/embed", "expert/0/0"), memory_only=("expert/0/1", "expert/0/2")
+        )
         return replace(plan, halt=self.halt)
 
     def check(self, catalog):
@@ -97,7 +99,7 @@ def test_a_partial_policy_tells_the_budget_even_when_it_saves_everything():
 
 
 def test_when_to_save_stays_the_policys_decision():
-    assert Guarded(Dense(every_n_steps=10)).plan(now(lost=90)) == save_nothing(9)
+    assert Guarded(Dense(every_n_steps=10)).plan(now(lost=90)) == SnapshotPlan(9)
 
 
 @pytest.mark.parametrize(("own", "told"), [(None, 0.05), (0.02, 0.02), (0.3, 0.05)])

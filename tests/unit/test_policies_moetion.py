@@ -508,7 +508,7 @@ def in_memory(copied: float, sent: float | None, model=MODEL, seed=0, **more) ->
 def sets_of(policy=MoEtion(), **known):  # noqa: B008 - it is frozen
     """(sent, what stays here besides)"""
     plan = policy.plan(facts(**known))
-    assert not plan.sends_host_only
+    assert not plan.sends_memory_only
     assert {op.id for op in known["model"].always_saved} <= set(plan.full)
     return experts_in(plan.full), experts_in(plan.memory_only)
 

@@ -15,7 +15,6 @@ from moe_ckpt import newest_step
 from moe_ckpt.callbacks import checkpoint_io
 from moe_ckpt.cli.main import main
 from moe_ckpt.comm.communicator import SoloCommunicator
-from moe_ckpt.commit.keeping import collect
 from moe_ckpt.errors import DamagedError, NoCheckpointError, StepRemovedError
 from moe_ckpt.format.manifest import MANIFEST_NAME, Manifest, step_dir
 from moe_ckpt.interop.dcp import MoEStorageReader
@@ -28,6 +27,7 @@ from moe_ckpt.reading.reader import StoreReader, newest_good, open_step
 from moe_ckpt.reading.step_storage import MOST_LISTINGS
 from moe_ckpt.reading.verify import verify_steps
 from moe_ckpt.storage import LocalStorage
+from tests.support.collecting import collect
 from tests.support.store_builder import LiveState, TinyRun, example
 from tests.support.verifying import verify_store
 from tests.unit.engine_parts import ThreadRanks, run_threads

@@ -63,6 +63,7 @@ class StoreContents:
     """The step directories of a store, as far as they are known. Every collection brings it up to date.
 
     Attributes:
+        storage: Of the store.
         records: Directory -> its committed checkpoint.
         names: Directory -> its files of this format, by group; oldest first.
         current: Directories that need not be listed again, and some record needs something of.
@@ -71,6 +72,7 @@ class StoreContents:
         is_foreign: A manifest is of another format version.
     """
 
+    storage: Storage
     records: dict[str, CheckpointRecord] = field(default_factory=dict)
     names: dict[str, Names] = field(default_factory=dict)
     current: set[str] = field(default_factory=set)
@@ -78,7 +80,7 @@ class StoreContents:
     damaged: tuple[str, ...] = ()
     is_foreign: bool = False
 
-    def read(self, storage: Storage, abandoned: Collection[str] = ()) -> None:
+    def read(self, abandoned: Collection[str] = ()) -> None:
         """List every step directory, and decode every manifest, that is not known.
 
         Directories of steps after the newest that is known are not looked into unless they were ``abandoned``, or have
@@ -91,22 +93,26 @@ class StoreContents:
             if directory in self.current:
                 return self.names[directory]
             is_begun = newest is not None and age_of(directory) > newest and directory not in abandoned
-            if is_begun and not storage.exists(f"{directory}/{MANIFEST_NAME}"):
+            if is_begun and not self.storage.exists(f"{directory}/{MANIFEST_NAME}"):
                 return {}
-            names = storage.list(directory)
+            names = self.storage.list(directory)
             groups = grouped(names)
             if sum(map(len, groups.values())) < len(names):
                 self.strewn.add(directory)
             return groups
 
-        self.names = each_step(storage, look)
+        self.names = each_step(self.storage, look)
         self.current &= self.names.keys()
         parts: dict[PartRecord, Part] = {}
         records: dict[str, CheckpointRecord] = {}
         for directory, names in self.names.items():
             if MANIFEST_NAME in names:
                 try:
-                    records[directory] = self.records.get(directory) or _read_record(storage, directory, parts)
+                    if directory in self.records:
+                        records[directory] = self.records[directory]
+                    else:
+                        manifest = read_manifest(self.storage, directory, parts)
+                        records[directory] = record_of(manifest, needed_of(manifest))
                 except (DamagedError, FormatVersionError) as error:
                     self.damaged += (directory,)
                     self.is_foreign |= isinstance(error, FormatVersionError)
@@ -134,25 +140,73 @@ class StoreContents:
         else:
             self.current.discard(directory)
 
-    def remove(
+    def collect(
+        self, retention: RetentionPolicy, abandoned: Collection[str] = (), others: frozenset[str] = frozenset()
+    ) -> tuple[Sequence[str], Superseded]:
+        """Delete the checkpoints that ``retention`` drops, and every file that no remaining checkpoint names.
+
+        Called by rank 0 on its persist thread, after a commit and after a save that failed.
+
+        Args:
+            retention: Which checkpoints stay.
+            abandoned: Directories of saves that failed and that no rank writes to any more. Other directories newer
+                than the newest commit are left alone, for a faster rank may have begun the next step.
+            others: Names of files that are not deleted here, because the ranks that wrote them will be told to.
+
+        Returns:
+            Paths that are deleted, and what the ranks that wrote ``others`` must delete.
+
+        Raises:
+            OSError: while reading: nothing was deleted. While deleting: what was deleted was rightly so.
+        """
+        self.read(abandoned)
+        if self.is_foreign:
+            return (), {}
+        newest_damaged = max(map(age_of, self.damaged), default=(-1, -1))
+        newest = max((record.order for record in self.records.values()), default=(-1, -1))
+        unjudged = {directory for directory in self.names if age_of(directory) <= newest_damaged}
+        begun = {directory for directory in self.names if age_of(directory) > newest}
+        stay = retained(tuple(self.records.values()), retention)
+        remaining = [record for directory, record in self.records.items() if directory in stay]
+        deleted = self._remove(remaining, unjudged | (begun - set(abandoned)), others)
+        for directory in self.records.keys() - stay - unjudged:
+            del self.records[directory]
+        return deleted
+
+    def clean_start(self) -> Sequence[str]:
+        """Remove what dead writers left: the files of uncommitted steps (except files that a commit names) and
+        temporaries. Nothing where a manifest is damaged. Returns the paths.
+
+        Called by rank 0 at the start of a run, with the store's lock held and before any rank writes.
+
+        Raises:
+            OSError: while reading: nothing was deleted.
+        """
+        self.read()
+        if self.damaged:
+            return ()
+        deleted, _ = self._remove(self.records.values(), self.records.keys())
+        for directory in ("", *self.records):
+            self.storage.clean_temporaries(directory)
+        return deleted
+
+    def _remove(
         self,
-        storage: Storage,
         retained_records: Collection[CheckpointRecord],
         untouchable: Collection[str],
         others: frozenset[str] = frozenset(),
-    ) -> tuple[tuple[str, ...], dict[str, tuple[bool, Sequence[str]]]]:
+    ) -> tuple[Sequence[str], Superseded]:
         """Delete what no retained checkpoint names, commit records first and older checkpoints before newer ones.
 
         Then also temporaries, and each directory in which nothing of this format is left.
 
         Args:
-            storage: Of the store.
             retained_records: Of those checkpoints.
             untouchable: Directories in which nothing is superseded yet.
             others: Names of files that other ranks delete.
 
         Returns:
-            Paths that are deleted, and what ``CollectReport.delegated`` is.
+            As of ``collect``.
         """
         groups_of = {directory: set[str]() for directory in self.names}
         every = [f"{directory}/{group}" for directory, names in self.names.items() for group in names]
@@ -169,7 +223,7 @@ class StoreContents:
         ]
         self.current.difference_update(going)  # looked at again, unless all went well
         for path in (*records, *rest):
-            storage.delete(path)
+            self.storage.delete(path)
         delegated: dict[str, tuple[bool, Sequence[str]]] = {}
         for directory, groups in going.items():
             names = self.names[directory]
@@ -182,89 +236,11 @@ class StoreContents:
                 delegated[directory] = (not stay, theirs)
         for directory in [directory for directory in self.names if directory not in untouchable]:
             if directory in self.strewn:
-                storage.clean_temporaries(directory)
+                self.storage.clean_temporaries(directory)
             if not self.names[directory]:
-                storage.delete_dir(directory)  # which leaves it alone if it holds other files
+                self.storage.delete_dir(directory)  # which leaves it alone if it holds other files
                 self.current.discard(directory)
         return (*records, *rest), delegated
-
-
-@dataclass(frozen=True)
-class CollectReport:
-    """The outcome of a collection. All but the last two are step directories, oldest first.
-
-    Attributes:
-        damaged: Their manifest exists but is not what was written; left untouched, with all that is older. When one is
-            of another format version, nothing at all was deleted.
-        deleted: File paths.
-        delegated: To the other ranks, of whose files nothing was deleted: step directory -> (True if nothing else is in
-            it, groups that go).
-    """
-
-    retained: tuple[str, ...] = ()
-    dropped: tuple[str, ...] = ()
-    damaged: tuple[str, ...] = ()
-    deleted: tuple[str, ...] = ()
-    delegated: Superseded = field(default_factory=dict)
-
-
-def collect(
-    storage: Storage,
-    retention: RetentionPolicy,
-    *,
-    abandoned: Collection[str] = (),
-    contents: StoreContents | None = None,
-    others: frozenset[str] = frozenset(),
-) -> CollectReport:
-    """Delete the checkpoints that ``retention`` drops, and every file that no remaining checkpoint names.
-
-    Called by rank 0 on its persist thread, after a commit and after a save that failed.
-
-    Args:
-        abandoned: Directories of saves that failed and that no rank writes to any more. Other directories newer than
-            the newest commit are left alone, for a faster rank may have begun the next step.
-        others: Names of files that are not deleted here, because the ranks that wrote them will be told to (see
-            ``delegated``).
-
-    Raises:
-        OSError: while reading: nothing was deleted. While deleting: what was deleted was rightly so.
-    """
-    contents = StoreContents() if contents is None else contents
-    contents.read(storage, abandoned)
-    if contents.is_foreign:
-        return CollectReport(damaged=contents.damaged)
-    records = contents.records
-    newest_damaged = max(map(age_of, contents.damaged), default=(-1, -1))
-    newest = max((record.order for record in records.values()), default=(-1, -1))
-    unjudged = {directory for directory in contents.names if age_of(directory) <= newest_damaged}
-    begun = {directory for directory in contents.names if age_of(directory) > newest}
-    untouchable = unjudged | (begun - set(abandoned))
-    stay = retained(tuple(records.values()), retention)
-    remaining = [record for directory, record in records.items() if directory in stay]
-    dropped = tuple(directory for directory in records if directory not in stay | unjudged)
-    deleted, delegated = contents.remove(storage, remaining, untouchable, others)
-    for directory in dropped:
-        del records[directory]
-    return CollectReport(tuple(record.directory for record in remaining), dropped, contents.damaged, deleted, delegated)
-
-
-def clean_start(storage: Storage, contents: StoreContents | None = None) -> CollectReport:
-    """Remove what dead writers left: the files of uncommitted steps (except files that a commit names) and temporaries.
-
-    Called by rank 0 at the start of a run, with the store's lock held and before any rank writes.
-
-    Raises:
-        OSError: while reading: nothing was deleted.
-    """
-    contents = StoreContents() if contents is None else contents
-    contents.read(storage)
-    committed = tuple(contents.records)
-    if contents.damaged:
-        return CollectReport(committed, (), contents.damaged)
-    deleted, _ = contents.remove(storage, contents.records.values(), committed)
-    for directory in ("", *committed):
-        storage.clean_temporaries(directory)
-    return CollectReport(committed, (), (), deleted)
 
 
 def grouped(names: Collection[str]) -> dict[str, frozenset[str]]:
@@ -309,18 +285,13 @@ def record_of(manifest: Manifest, needed: Needed) -> CheckpointRecord:
     )
 
 
-def _read_record(storage: Storage, directory: str, parts: dict[PartRecord, Part]) -> CheckpointRecord:
-    manifest = read_manifest(storage, directory, parts)
-    return record_of(manifest, needed_of(manifest))
-
-
 class StoreKeeper:
     """Keeps the store in order, on rank 0: ``clean_start`` before training, everything else on its persist thread.
 
     Args:
         identity: What ``store.json`` says, and will say again if it is lost.
         lock: The one that this run holds on the store.
-        ranks: Of this run. Each except rank 0 deletes its own files (see ``collect``).
+        ranks: Of this run. Each except rank 0 deletes its own files (see ``StoreContents``).
     """
 
     def __init__(
@@ -332,7 +303,7 @@ class StoreKeeper:
         self._retention = retention
         self._lock = lock
         self._ranks = ranks
-        self._contents = StoreContents()
+        self._contents = StoreContents(storage)
         self._listings = Listings(storage)
         self._proven: dict[str, tuple[frozenset[str], Names]] = {}
         self._abandoned: set[str] = set()
@@ -346,7 +317,7 @@ class StoreKeeper:
     def clean_start(self) -> None:
         """Remove files that dead writers left. A failure is not fatal: names are never used again."""
         try:
-            clean_start(self._storage, self._contents)
+            self._contents.clean_start()
         except (OSError, MoECheckpointError) as error:
             log.warning("files that dead writers left in %s could not be removed: %s", self._storage.root, error)
 
@@ -432,17 +403,12 @@ class StoreKeeper:
             OSError: It is tried again after the next commit.
         """
         self._abandoned.update(superseded)
-        report = collect(
-            self._storage,
-            self._retention,
-            abandoned=self._abandoned,
-            contents=self._contents,
-            others=frozenset() if failed else self._others,
-        )
+        others = frozenset[str]() if failed else self._others
+        _, delegated = self._contents.collect(self._retention, self._abandoned, others)
         self._abandoned.clear()
-        for directory in report.delegated:  # other ranks may fail to delete it, which no stamp tells
+        for directory in delegated:  # other ranks may fail to delete it, which no stamp tells
             self._proven.pop(directory, None)
-        return report.delegated
+        return delegated
 
     def clear_away(self, abandoned: Abandoned) -> None:
         """After a failed step, when no rank writes any more: delete its files at once, because the next step needs the

@@ -37,7 +37,7 @@ class SnapshotPlan:
         window: The sparse window that this step belongs to (MoEvement). Such a step's snapshot is no checkpoint by
             itself: that exists when the window's last one is committed.
         slot: The step's place in ``window``.
-        sends_host_only: What is ``memory_only`` goes to peers, too, where there are any; what goes to storage always
+        sends_memory_only: What is ``memory_only`` goes to peers, too, where there are any; what goes to storage always
             does.
         together: Operators that are saved in full here and will be anchored together in the gradient log that begins
             with this step, one group after the other. A forecast: it only spares memory.
@@ -54,77 +54,8 @@ class SnapshotPlan:
     halt: str | None = None
     window: Window | None = None
     slot: int = 0
-    sends_host_only: bool = True
+    sends_memory_only: bool = True
     together: tuple[tuple[str, ...], ...] = ()
 
     def __bool__(self) -> bool:
         return bool(self.full or self.memory_only or self.compute or self.gradients)
-
-
-def save_nothing(step: int) -> SnapshotPlan:
-    """Returns the empty plan: no checkpoint at this step."""
-    return SnapshotPlan(step)
-
-
-def save_full(
-    step: int,
-    operators: tuple[str, ...],
-    *,
-    host_only: tuple[str, ...] = (),
-    wait: bool = False,
-    k: int | None = None,
-    plt_budget: float | None = None,
-    sends_host_only: bool = True,
-    together: tuple[tuple[str, ...], ...] = (),
-) -> SnapshotPlan:
-    """Returns a plan that saves operators at full fidelity.
-
-    Args:
-        step: As of the context.
-        operators: Ids of what goes to storage.
-        host_only: Ids of what is kept in host memory besides.
-        wait: See ``SnapshotPlan``.
-        k: See ``SnapshotPlan``.
-        plt_budget: See ``SnapshotPlan``.
-        sends_host_only: See ``SnapshotPlan``.
-        together: See ``SnapshotPlan``.
-    """
-    return SnapshotPlan(
-        step,
-        operators,
-        host_only,
-        wait=wait,
-        k=k,
-        plt_budget=plt_budget,
-        sends_host_only=sends_host_only,
-        together=together,
-    )
-
-
-def save_slot(
-    step: int, anchored: tuple[str, ...], compute_only: tuple[str, ...], window: Window, slot: int
-) -> SnapshotPlan:
-    """Returns a plan that sends ``anchored`` to storage in full, and of ``compute_only`` the compute weights."""
-    return SnapshotPlan(step, anchored, compute=compute_only, window=window, slot=slot)
-
-
-def save_logged(
-    step: int,
-    anchored: tuple[str, ...],
-    gradients: tuple[str, ...],
-    *,
-    host_only: tuple[str, ...] = (),
-    k: int | None = None,
-    sends_host_only: bool = True,
-) -> SnapshotPlan:
-    """Returns a plan that saves ``anchored`` at full fidelity, and of ``gradients`` what the step's update consumed.
-
-    Args:
-        step: As of the context.
-        anchored: Ids.
-        gradients: Ids of others, each of which was saved at the step before.
-        host_only: Ids of what is kept in this node's memory in full besides.
-        k: See ``SnapshotPlan``.
-        sends_host_only: See ``SnapshotPlan``.
-    """
-    return SnapshotPlan(step, anchored, host_only, gradients=gradients, k=k, sends_host_only=sends_host_only)

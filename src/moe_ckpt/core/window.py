@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from moe_ckpt.core.operators import Catalog, Remembered
 from moe_ckpt.core.placement import Placement
-from moe_ckpt.core.plan import SnapshotPlan, save_slot
+from moe_ckpt.core.plan import SnapshotPlan
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ class Window:
 
 def slot_plan(window: Window, slot: int, step: int) -> SnapshotPlan:
     """The plan of one step of a window: anchors in full, what comes later as compute weights."""
-    return save_slot(step, window.slots[slot], window.frozen(slot), window, slot)
+    return SnapshotPlan(step, window.slots[slot], compute=window.frozen(slot), window=window, slot=slot)
 
 
 def slot_bytes(slots: Sequence[Collection[str]], sizes: Mapping[str, OperatorBytes]) -> tuple[int, ...]:

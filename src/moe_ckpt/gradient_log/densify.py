@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import torch
 
-from moe_ckpt.commit.keeping import clean_start
+from moe_ckpt.commit.keeping import StoreContents
 from moe_ckpt.errors import CoverageError, NoCheckpointError, StoreInUseError, UnsupportedError
 from moe_ckpt.format.manifest import Manifest, group_of
 from moe_ckpt.gradient_log.made_dense import WrittenShare, commit_made
@@ -109,7 +109,7 @@ def densify(
 
         opened = memory.opened(step, verify)
         manifest = opened.manifest
-        clean_start(storage)
+        StoreContents(storage).clean_start()
         try:
             done = _write(storage, lock, made[0], torch.device(device) if device else made[0].device(), tell)
             check_checkpoint(StoreReader(storage), StoreReader(storage).manifest(manifest.directory))

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from moe_ckpt.core.arguments import named_arguments
 from moe_ckpt.core.cadence import daly_secs, expected_mtbf_secs, young_secs
 from moe_ckpt.core.operators import Catalog
-from moe_ckpt.core.plan import SnapshotPlan, save_full, save_nothing
+from moe_ckpt.core.plan import SnapshotPlan
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies.base import (
     Measured,
@@ -60,7 +60,7 @@ class Dense:
 def _everything(context: PolicyContext, due: int) -> SnapshotPlan:
     """Saves everything from step ``due`` on."""
     step = context.run.step
-    return save_full(step, context.model.catalog.everything) if step >= due else save_nothing(step)
+    return SnapshotPlan(step, context.model.catalog.everything) if step >= due else SnapshotPlan(step)
 
 
 class _AsMeasured:

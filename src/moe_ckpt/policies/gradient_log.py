@@ -16,7 +16,7 @@ import numpy as np
 
 from moe_ckpt.core.arguments import named_arguments
 from moe_ckpt.core.operators import Catalog, Remembered
-from moe_ckpt.core.plan import SnapshotPlan, save_full, save_logged
+from moe_ckpt.core.plan import SnapshotPlan
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies.base import AS_CONSUMED, BF16, TOKENS, Needs, PolicyContext, Sends
@@ -122,7 +122,7 @@ class GradientLog:
         number = self._next(context, rounds, window, anchored_at)
         if (anchored_at >= 0).all():
             now, others = rounds.parted(window)[number]
-            return save_logged(run.step, now, others) if others else self._everything(context)
+            return SnapshotPlan(run.step, now, gradients=others) if others else self._everything(context)
         anchored = anchored_at < 0
         anchored[rounds.places(window)[number]] = True
         for group in context.model.coupled:
@@ -130,7 +130,7 @@ class GradientLog:
             anchored[places] = anchored[places].any()
         if anchored.all():
             return self._everything(context)
-        return save_logged(run.step, catalog.ids_of(anchored), catalog.ids_of(~anchored))
+        return SnapshotPlan(run.step, catalog.ids_of(anchored), gradients=catalog.ids_of(~anchored))
 
     def explain(self, context: PolicyContext) -> LogReport:
         """Returns the round that ``context.run.step`` belongs to, with its costs.
@@ -218,7 +218,7 @@ class GradientLog:
         if all(map(context.model.sizes.__contains__, everything)):
             rounds = self._rounds(context)
             together = rounds.slots(self._window(context, rounds))
-        return save_full(context.run.step, everything, together=together)
+        return SnapshotPlan(context.run.step, everything, together=together)
 
     def _next(self, context: PolicyContext, rounds: Rounds, window: int, anchored_at: Counts) -> int:
         """Whose turn it is: that of the slot with the oldest anchor; of several, of that with most tokens."""

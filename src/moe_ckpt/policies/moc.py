@@ -11,7 +11,7 @@ import numpy as np
 
 from moe_ckpt.core.arguments import named_arguments
 from moe_ckpt.core.operators import Catalog
-from moe_ckpt.core.plan import SnapshotPlan, save_full, save_nothing
+from moe_ckpt.core.plan import SnapshotPlan
 from moe_ckpt.core.save_budget import largest_k
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.errors import ConfigError, no_moe_layer
@@ -117,7 +117,7 @@ class MoC:
 
     def plan(self, context: PolicyContext) -> SnapshotPlan:
         if context.run.step < self.next_due(context):
-            return save_nothing(context.run.step)
+            return SnapshotPlan(context.run.step)
         k, snapshot_k = self.levels(context)
         request = Request(k, snapshot_k, interval_steps(context, self.every_n_steps), tier_of(context))
         selection = SELECTORS[self.selector](context, request)
@@ -132,7 +132,7 @@ class MoC:
         stored = catalog.ids_of(chosen)
         places = _places(catalog, selection.host_only).tolist()
         host_only = tuple(catalog.everything[at] for at in places if not chosen[at])
-        return save_full(context.run.step, stored, host_only=host_only, k=k, plt_budget=budget)
+        return SnapshotPlan(context.run.step, stored, memory_only=host_only, k=k, plt_budget=budget)
 
     @property
     def needs(self) -> Needs:

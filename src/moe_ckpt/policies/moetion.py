@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from moe_ckpt.core.arguments import named_arguments
 from moe_ckpt.core.operators import Catalog
-from moe_ckpt.core.plan import SnapshotPlan, Tier, save_full, save_logged, save_nothing
+from moe_ckpt.core.plan import SnapshotPlan, Tier
 from moe_ckpt.core.save_budget import BLOCK, is_small
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.errors import ConfigError, no_moe_layer
@@ -190,7 +190,7 @@ class MoEtion:
             ConfigError: the budget is known, but ``context.model.sizes`` lacks operators.
         """
         if context.run.step < self.next_due(context):
-            return save_nothing(context.run.step)
+            return SnapshotPlan(context.run.step)
         layers = max(len(context.model.catalog.layers), 1)
         if not context.memory.storage_due:
             return self._two_sets(context)
@@ -202,10 +202,10 @@ class MoEtion:
         rooms = self._rooms(context, budgets)
         total = sum(most for _, most, _ in rooms)
         if total >= len(context.model.catalog.experts):
-            return save_full(context.run.step, context.model.catalog.everything, k=total // layers)
+            return SnapshotPlan(context.run.step, context.model.catalog.everything, k=total // layers)
         forced = [context.model.catalog.index_of[op] for op in context.run.missing]
         stored = self._chosen(context, rooms, Tier.STORAGE, forced)
-        return save_full(context.run.step, context.model.catalog.ids_of(stored), k=total // layers)
+        return SnapshotPlan(context.run.step, context.model.catalog.ids_of(stored), k=total // layers)
 
     def _two_sets(self, context: PolicyContext) -> SnapshotPlan:
         """Algorithm 1 for what goes to peers, and for what stays here, of which the former is a part."""
@@ -219,13 +219,13 @@ class MoEtion:
         rooms = self._rooms(context, [local])
         here = self._chosen(context, rooms, Tier.HOST, forced)
         first = here if to_peers is None else to_peers
-        return save_logged(
+        return SnapshotPlan(
             context.run.step,
             catalog.ids_of(first & ~gradients),
-            catalog.ids_of(gradients) if gradients.any() else (),
-            host_only=catalog.ids_of(here & ~first),
+            gradients=catalog.ids_of(gradients) if gradients.any() else (),
+            memory_only=catalog.ids_of(here & ~first),
             k=sum(most for _, most, _ in rooms) // max(len(catalog.layers), 1),
-            sends_host_only=False,
+            sends_memory_only=False,
         )
 
     def _parted(self, context: PolicyContext, rooms: Sequence[_Room], sends: Sends) -> tuple[_Mask, _Mask]:

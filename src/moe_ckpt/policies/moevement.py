@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from moe_ckpt.core.arguments import named_arguments
 from moe_ckpt.core.operators import Catalog
-from moe_ckpt.core.plan import SnapshotPlan, save_nothing
+from moe_ckpt.core.plan import SnapshotPlan
 from moe_ckpt.core.save_budget import bytes_in_time
 from moe_ckpt.core.window import (
     Lane,
@@ -112,7 +112,7 @@ class MoEvement:
         window, slot = _under_way(context), context.run.next_slot
         if window is None:
             if self._waits(context):
-                return save_nothing(context.run.step)
+                return SnapshotPlan(context.run.step)
             window, slot = self._begin(context), 0
         window.note_places(slot, context.model.catalog)
         return slot_plan(window, slot, context.run.step)

@@ -10,7 +10,7 @@ from typing import Any
 
 from moe_ckpt.core.arguments import named_arguments
 from moe_ckpt.core.operators import Catalog, expert_id
-from moe_ckpt.core.plan import SnapshotPlan, save_full
+from moe_ckpt.core.plan import SnapshotPlan
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies.base import BF16, Needs, Policy, PolicyContext, needs_of
 from moe_ckpt.policies.budget import (
@@ -169,10 +169,10 @@ class AnyOf:
         in_storage = set(stored)  # what goes to storage passes through host memory anyway
         ks = [plan.k for plan in plans if plan.k is not None]
         budgets = [plan.plt_budget for plan in plans if plan.plt_budget is not None]
-        return save_full(
+        return SnapshotPlan(
             context.run.step,
             stored,
-            host_only=tuple(op for op in in_memory if op not in in_storage),
+            memory_only=tuple(op for op in in_memory if op not in in_storage),
             wait=any(plan.wait for plan in plans),
             k=max(ks, default=None),
             plt_budget=min(budgets, default=None),

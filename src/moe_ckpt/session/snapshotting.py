@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 from moe_ckpt.comm.communicator import largest
-from moe_ckpt.core.plan import SnapshotPlan, Tier, save_full
+from moe_ckpt.core.plan import SnapshotPlan, Tier
 from moe_ckpt.core.step import Contents, Facts, Fate, PeerPart, WindowPlace
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.errors import SaveFailedError
@@ -82,7 +82,7 @@ class Snapshotter:
         """
         ledger, run = self.booking.run_ledger, self._run
         if consensus is not None and ledger.needs_everything:
-            return save_full(step, run.catalog.everything)
+            return SnapshotPlan(step, run.catalog.everything)
         measured = None if consensus is None else consensus.measured
         context = ledger.context(step, self.live.placement, measured, self._popularity)
         memory, settings = context.memory, run.settings.memory
@@ -113,11 +113,11 @@ class Snapshotter:
         """
         everything, planned = self._run.catalog.everything, {*plan.full, *plan.gradients}
         if edited:
-            return save_full(plan.step, everything) if planned.issuperset(everything) else anchoring(plan, planned)
+            return SnapshotPlan(plan.step, everything) if planned.issuperset(everything) else anchoring(plan, planned)
         if self._since(plan.full, plan.gradients) is not None:
             return plan
         if not self._leaves_out:
-            return save_full(plan.step, everything)
+            return SnapshotPlan(plan.step, everything)
         return anchoring(plan, self.booking.anchors.without_anchor(plan.gradients))
 
     def _since(self, anchored: tuple[str, ...], gradients: tuple[str, ...]) -> int | None:
@@ -193,7 +193,7 @@ class Snapshotter:
                 self._resources.memory.files.note_generation(self._resources.generation)
         self._settle_memory()
         plain = plain_of(capture, self._run.comm.rank)
-        self._begin(save_full(step, everything), plain, last=True, step_is_agreed=True)
+        self._begin(SnapshotPlan(step, everything), plain, last=True, step_is_agreed=True)
 
     def _settle_memory(self) -> None:
         """Where some rank's budget is used up, the ranks tell each other what memory has before the step ends: older
@@ -398,7 +398,7 @@ class Snapshotter:
             chosen = frozenset(operators)
             gradients = tuple(op for op in gradients if op not in chosen)
             since = self._since(operators, gradients) if gradients else None
-        whole = PeerPart.EVERYTHING if plan.sends_host_only else PeerPart.STORED
+        whole = PeerPart.EVERYTHING if plan.sends_memory_only else PeerPart.STORED
         return Contents(
             full=operators,
             memory_only=host_only,

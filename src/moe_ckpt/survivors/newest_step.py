@@ -31,7 +31,7 @@ import numpy as np
 import torch
 
 from moe_ckpt.core.placement import lends
-from moe_ckpt.core.plan import SnapshotPlan, save_full
+from moe_ckpt.core.plan import SnapshotPlan
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.errors import MoECheckpointError, NotFiniteError
 from moe_ckpt.policies.base import needs_of
@@ -220,7 +220,7 @@ class Survivor:
             return 0
         _require_room(self._run, self._resources)
         begin = functools.partial(self._begin, tokens, until)
-        mine = begin(save_full(step, catalog.everything), plain, None)
+        mine = begin(SnapshotPlan(step, catalog.everything), plain, None)
         nbytes = mine.nbytes
         peer = _lent(self._run) if self.lends else None
         if peer is not None:
@@ -228,7 +228,7 @@ class Survivor:
             is_whole = self._is_lent_whole or needs_of(self._run.policy).gradients
             operators = catalog.everything if is_whole else tuple(op.id for op in catalog.experts)
             try:
-                nbytes += begin(save_full(step, operators), lambda **_: ({}, []), peer).nbytes
+                nbytes += begin(SnapshotPlan(step, operators), lambda **_: ({}, []), peer).nbytes
             except (MoECheckpointError, OSError) as error:  # its own goes on
                 message = "rank %d does not keep what rank %d writes of step %d: %s"
                 log.warning(message, self._run.comm.rank, peer, step, error)

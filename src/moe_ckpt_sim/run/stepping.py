@@ -11,7 +11,7 @@ import xxhash
 
 from moe_ckpt.core.cadence import are_behind, goes_to_peers
 from moe_ckpt.core.operators import Catalog
-from moe_ckpt.core.plan import SnapshotPlan, save_full
+from moe_ckpt.core.plan import SnapshotPlan
 from moe_ckpt.core.window import Window
 from moe_ckpt.policies.base import DECAYED, PolicyContext
 from moe_ckpt_sim.cluster.clock import on_clock
@@ -217,9 +217,11 @@ class Stepper:
             merged = rescued.union(plan.full)
             operators = tuple(op for op in self._catalog.everything if op in merged)
             host_only = tuple(op for op in plan.memory_only if op not in merged)
-            plan = save_full(plan.step, operators, host_only=host_only, k=plan.k, sends_host_only=plan.sends_host_only)
+            plan = SnapshotPlan(
+                plan.step, operators, memory_only=host_only, k=plan.k, sends_memory_only=plan.sends_memory_only
+            )
         copied, stored = costs.bytes_of.plan(plan), costs.bytes_of.stored(plan)
-        sent = copied if plan.sends_host_only else stored
+        sent = copied if plan.sends_memory_only else stored
         last = state.track.run_ledger.last_step
         state.interval = state.step - (last or 0) if last is not None or state.step else None
         due = context.memory.storage_due

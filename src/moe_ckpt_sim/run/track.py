@@ -78,7 +78,7 @@ class Track:
     def begin_tiered(self, plan: SnapshotPlan, when: When, flush_secs: float | None) -> None:
         """Begin a snapshot. Once memory has it, storage gets it in ``flush_secs``; None if storage is not due."""
         sent = when.sent_secs is not None
-        whole = PeerPart.EVERYTHING if plan.sends_host_only else PeerPart.STORED
+        whole = PeerPart.EVERYTHING if plan.sends_memory_only else PeerPart.STORED
         contents = Contents(
             plan.full,
             plan.memory_only,

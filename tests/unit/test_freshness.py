@@ -21,12 +21,14 @@ GATE = "gate/0"
 KEYS = ("model/w", "optim/0/w/exp_avg", "side/0/buffer")
 
 
+def named(*keys: str, operator: str = GATE) -> list[SimpleNamespace]:
+    return [SimpleNamespace(key=key, operator=operator) for key in keys]
+
+
 def seals(*given: tuple[int, list[int]]) -> list[int]:
     """(updates, checksums of the three slices) of each snapshot, and what it shows."""
-    checksums = LastChecksums()
-    checksums.add([(key, GATE) for key in KEYS])
-    numbers = np.arange(len(KEYS))
-    return [checksums.seal(numbers, np.array(digests, dtype=np.uint64), updates) for updates, digests in given]
+    checksums, slices, numbers = LastChecksums(), named(*KEYS), np.arange(len(KEYS))
+    return [checksums.seal(slices, numbers, np.array(digests, dtype=np.uint64), updates) for updates, digests in given]
 
 
 @pytest.mark.parametrize(
@@ -46,27 +48,24 @@ def test_after_an_update_something_must_have_moved(second, shows):
 
 def test_weights_alone_need_not_move():
     """Without optimizer state (plain SGD) a learning rate of 0 leaves them as they are."""
-    checksums = LastChecksums()
-    checksums.add([("model/w", GATE)])
+    checksums, slices = LastChecksums(), named("model/w")
     number, digest = np.arange(1), np.ones(1, dtype=np.uint64)
-    assert [checksums.seal(number, digest, updates) for updates in (1, 2)] == [UNKNOWN, UNKNOWN]
-    assert checksums.seal(number, digest + np.uint64(1), 3) == FRESH
+    assert [checksums.seal(slices, number, digest, updates) for updates in (1, 2)] == [UNKNOWN, UNKNOWN]
+    assert checksums.seal(slices, number, digest + np.uint64(1), 3) == FRESH
 
 
 def test_an_expert_without_tokens_says_nothing():
     """A window that began anew may have nothing else to compare at the end of training."""
-    checksums = LastChecksums()
-    checksums.add([("optim/0/w/exp_avg", "expert/0/1")])
+    checksums, slices = LastChecksums(), named("optim/0/w/exp_avg", operator="expert/0/1")
     number, digest = np.arange(1), np.ones(1, dtype=np.uint64)
-    assert [checksums.seal(number, digest, updates) for updates in (1, 2)] == [UNKNOWN, UNKNOWN]
-    assert checksums.seal(number, digest + np.uint64(1), 3) == FRESH
+    assert [checksums.seal(slices, number, digest, updates) for updates in (1, 2)] == [UNKNOWN, UNKNOWN]
+    assert checksums.seal(slices, number, digest + np.uint64(1), 3) == FRESH
 
 
 def test_a_slice_is_compared_with_the_last_time_that_it_was_saved():
-    checksums = LastChecksums()
-    checksums.add([("optim/0/a/m", GATE), ("optim/0/b/m", GATE)])
+    checksums, slices = LastChecksums(), named("optim/0/a/m", "optim/0/b/m")
     one = np.ones(1, dtype=np.uint64)
-    shown = [checksums.seal(np.array([number]), one, updates) for number, updates in ((0, 1), (1, 2), (0, 3))]
+    shown = [checksums.seal(slices, np.array([number]), one, updates) for number, updates in ((0, 1), (1, 2), (0, 3))]
     assert shown == [UNKNOWN, UNKNOWN, STALE]
 
 

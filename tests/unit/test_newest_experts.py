@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -9,6 +10,11 @@ from moe_ckpt.ledger.memory_retention import MemoryStep, with_newest_experts
 from tests.unit.builders import memory_step
 
 EXPERTS = 6
+
+
+def of(bits: int) -> np.ndarray:
+    """A table of those experts whose bit is set."""
+    return np.array([bits >> expert & 1 for expert in range(EXPERTS)], dtype=bool)
 
 
 @st.composite
@@ -21,8 +27,8 @@ def held(draw: st.DrawFn) -> list[MemoryStep]:
                 sequence,
                 complete=draw(st.sampled_from([True, True, False, None])),
                 copied=draw(st.booleans()),
-                experts=experts,
-                sent=experts & draw(st.integers(0, (1 << EXPERTS) - 1)),
+                experts=of(experts),
+                sent=of(experts & draw(st.integers(0, (1 << EXPERTS) - 1))),
                 on_storage=draw(st.integers(0, 4)) == 0,
             )
         )
@@ -38,7 +44,7 @@ def test_the_newest_version_of_every_expert_stays_in_each_memory(steps: list[Mem
             having = [
                 step
                 for step in steps
-                if step.complete and (step.copied or not peers) and (step.sent if peers else step.experts) >> expert & 1
+                if step.complete and (step.copied or not peers) and (step.sent if peers else step.experts)[expert]
             ]
             newest = max(having, key=lambda step: step.number, default=None)
             if newest is not None and not newest.on_storage:
@@ -49,9 +55,10 @@ def test_the_newest_version_of_every_expert_stays_in_each_memory(steps: list[Mem
 def test_turns_are_kept_for_a_round_and_no_longer():
     """Two of six experts at each step: three snapshots have all, and peers get one of six, which takes six."""
     steps = [
-        memory_step(at, complete=True, experts=1 << at % 6 | 1 << (at + 1) % 6, sent=1 << at % 6) for at in range(20)
+        memory_step(at, complete=True, experts=of(1 << at % 6 | 1 << (at + 1) % 6), sent=of(1 << at % 6))
+        for at in range(20)
     ]
     assert with_newest_experts(steps) == (14, 15, 16, 17, 18, 19)
-    alone = [memory_step(at, complete=True, copied=False, experts=3 << 2 * at % 6) for at in range(20)]
+    alone = [memory_step(at, complete=True, copied=False, experts=of(3 << 2 * at % 6)) for at in range(20)]
     assert with_newest_experts(alone) == (17, 18, 19)
-    assert with_newest_experts([memory_step(0, complete=True, experts=63), *alone[1:]]) == (17, 18, 19)
+    assert with_newest_experts([memory_step(0, complete=True, experts=of(63)), *alone[1:]]) == (17, 18, 19)

@@ -116,22 +116,3 @@ def test_fingerprint_depends_on_structure_and_on_nothing_else():
     others = [catalog(2, 4), catalog(3, 3), catalog(2, 3, stacked=False)]
     others.append(Catalog(model.operators, model.layers, {**model.parameters, "embed.weight": (8, 4)}))
     assert len({m.fingerprint() for m in [model, *others]}) == 5
-
-
-@given(st.integers(1, 20), st.data())
-def test_sets_of_operators_as_bits(experts, data):
-    """Union, intersection and difference are those of the numbers, whatever the count of operators."""
-    model = catalog(layers=1, experts=experts)
-    everything = model.everything
-    chosen = [data.draw(st.sets(st.sampled_from(everything))) for _ in range(2)]
-    one, two = (model.sets.of(tuple(each)) for each in chosen)
-
-    def named(bits):
-        return {everything[place] for place in model.sets.places(bits).tolist()}
-
-    assert named(one) == chosen[0]
-    assert named(one | two) == chosen[0] | chosen[1]
-    assert named(one & ~two) == chosen[0] - chosen[1]
-    assert named(one & model.sets.experts) == {op for op in chosen[0] if op in model.expert_at}
-    assert named(model.sets.of(everything)) == set(everything)
-    assert named(0) == set()

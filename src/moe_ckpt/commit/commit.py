@@ -11,6 +11,8 @@ from concurrent.futures import Future
 from copy import copy
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from moe_ckpt.commit.keeping import PART, Abandoned, Names, Needed, StoreKeeper, needed_of
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.plan import Tier
@@ -182,7 +184,7 @@ class Committer:
             if not window.is_last:
                 return None
         view = (self._nothing if window else self._view).beneath(parts)
-        missing = view.versions.lacks(self._catalog.sets.places(snapshot.plan.claims.operators))
+        missing = view.versions.lacks(np.flatnonzero(snapshot.plan.claims.is_saved))
         if missing:
             raise CoverageError(
                 f"checkpoint of step {snapshot.step}", tuple(f"{op} has never been saved" for op in sorted(missing))

@@ -200,10 +200,11 @@ class Catalog:
         """Returns the ids of the operators that are ``chosen`` ``[operators]``: ``everything`` itself if all are."""
         return self.everything if chosen.all() else tuple(compress(self.everything, chosen.tolist()))
 
-    @cached_property
-    def sets(self) -> OperatorSets:
-        """Sets of operators as numbers."""
-        return OperatorSets(self)
+    def mask(self, operators: tuple[str, ...]) -> npt.NDArray[np.bool_]:
+        """Returns ``[operators]`` True for these operators."""
+        chosen = np.zeros(len(self.operators), dtype=bool)
+        chosen[self.places_of(operators)] = True
+        return chosen
 
     @cached_property
     def expert_at(self) -> Mapping[str, tuple[int, int]]:
@@ -292,34 +293,6 @@ class Catalog:
         for op in sorted(self.operators, key=lambda o: o.id):
             digest.update(f"{op.id}={op.spans!r};".encode())
         return digest.hexdigest()[:32]
-
-
-class OperatorSets:
-    """Sets of a model's operators as integers with one bit for each, which are cheap to keep and to compare.
-
-    Args:
-        catalog: Of the model.
-    """
-
-    def __init__(self, catalog: Catalog) -> None:
-        self._catalog = catalog
-        self.of = Remembered(self._of)
-        """Operator ids -> their set. Remembers the newest few."""
-
-    def _of(self, operators: tuple[str, ...]) -> int:
-        chosen = np.zeros(len(self._catalog.operators), dtype=bool)
-        chosen[self._catalog.places_of(operators)] = True
-        return int.from_bytes(np.packbits(chosen).tobytes(), "big")
-
-    def places(self, members: int) -> npt.NDArray[np.int64]:
-        """Inverse of ``of``: the places of a set's operators, ascending."""
-        nbytes = -(-len(self._catalog.operators) // 8)
-        return np.flatnonzero(np.unpackbits(np.frombuffer(members.to_bytes(nbytes, "big"), dtype=np.uint8)))
-
-    @cached_property
-    def experts(self) -> int:
-        """All experts."""
-        return self.of(tuple(self._catalog.expert_at))
 
 
 def prove_tiling(operators: Iterable[Operator], parameters: Mapping[str, tuple[int, ...]]) -> None:

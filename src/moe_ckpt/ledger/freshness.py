@@ -9,8 +9,8 @@ embedding that no token used, stays as it is and says nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from itertools import starmap
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -43,31 +43,41 @@ def of_all(seen: Iterable[int]) -> int:
 
 
 class LastChecksums:
-    """Checksums of numbered slices as they were sealed last, with the number of updates made by then."""
+    """Checksums of slices as they were sealed last, with the number of updates made by then. They are known by their
+    numbers in a list, which only grows, and are forgotten with it."""
 
     def __init__(self) -> None:
+        self._slices: Sequence[Any] = ()
+        self._forget()
+
+    def _forget(self) -> None:
         self._kinds = np.zeros(0, dtype=np.int8)
         self._updates = np.zeros(0, dtype=np.int64)
         self._digests = np.zeros(0, dtype=np.uint64)
 
-    def __len__(self) -> int:
-        return len(self._kinds)
-
-    def add(self, slices: Iterable[tuple[str, str]]) -> None:
-        """Adds slices, by key and operator, which get the next numbers."""
-        kinds = np.fromiter(starmap(kind_of_slice, slices), np.int8)
-        self._kinds = np.concatenate([self._kinds, kinds])
-        self._updates = np.concatenate([self._updates, np.full(len(kinds), _NEVER)])
-        self._digests = np.concatenate([self._digests, np.zeros(len(kinds), dtype=np.uint64)])
-
-    def seal(self, numbers: npt.NDArray[np.int64], digests: npt.NDArray[np.uint64], updates: int) -> int:
+    def seal(
+        self,
+        slices: Sequence[Any],
+        numbers: npt.NDArray[np.int64],
+        digests: npt.NDArray[np.uint64],
+        updates: int,
+    ) -> int:
         """Records the checksums of slices after so many updates. Returns ``FRESH``, ``STALE`` or ``UNKNOWN``.
 
         Args:
-            numbers: ``[n]`` slices.
+            slices: All that have a number, each with ``key`` and ``operator``.
+            numbers: ``[n]`` those that are sealed.
             digests: ``[n]`` their checksums.
             updates: Made in this process so far.
         """
+        if slices is not self._slices:
+            self._slices = slices
+            self._forget()
+        new = [kind_of_slice(one.key, one.operator) for one in slices[len(self._kinds) :]]
+        if new:
+            self._kinds = np.concatenate([self._kinds, np.array(new, dtype=np.int8)])
+            self._updates = np.concatenate([self._updates, np.full(len(new), _NEVER)])
+            self._digests = np.concatenate([self._digests, np.zeros(len(new), dtype=np.uint64)])
         kinds, before = self._kinds[numbers], self._updates[numbers]
         judged = (kinds != NEITHER) & (before != _NEVER) & (before < updates)
         moved = judged & (self._digests[numbers] != digests)

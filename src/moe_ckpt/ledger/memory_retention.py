@@ -13,12 +13,17 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 from typing import TypeVar
 
+import numpy as np
+import numpy.typing as npt
+
 from moe_ckpt.core.step import Contents, Step
+
+NO_EXPERTS: npt.NDArray[np.bool_] = np.zeros(1, dtype=bool)
 
 
 @dataclass(eq=False)
@@ -28,8 +33,8 @@ class MemoryStep:
     Attributes:
         identity: Names it.
         contents: What it holds.
-        experts: Those that it holds, a bit each (``OperatorSets``); 0 for a step of a sparse window.
-        sent: Of those, the ones that peers get.
+        experts: ``[operators]`` those that it holds; ``NO_EXPERTS`` for a step of a sparse window.
+        sent: Of those, the ones that peers get; likewise.
         complete: Every rank has it; None as long as that is not known, False if it never will.
         copied: So have the peers of every rank, or, as long as that is not known, they are to get it.
         on_storage: A checkpoint on storage holds it.
@@ -37,8 +42,8 @@ class MemoryStep:
 
     identity: Step
     contents: Contents
-    experts: int = 0
-    sent: int = 0
+    experts: npt.NDArray[np.bool_] = field(default_factory=lambda: NO_EXPERTS)
+    sent: npt.NDArray[np.bool_] = field(default_factory=lambda: NO_EXPERTS)
     complete: bool | None = None
     copied: bool = True
     on_storage: bool = False
@@ -81,13 +86,13 @@ def with_newest_experts(in_memory: Iterable[MemoryStep]) -> tuple[int, ...]:
     return tuple(sorted(newest_here | _newest_versions((step, step.sent) for step in steps if step.copied)))
 
 
-def _newest_versions(steps: Iterable[tuple[MemoryStep, int]]) -> set[int]:
+def _newest_versions(steps: Iterable[tuple[MemoryStep, npt.NDArray[np.bool_]]]) -> set[int]:
     """Of (snapshot, experts), newest first, those with experts that none before has."""
-    numbers, seen = set(), 0
+    numbers, seen = set(), NO_EXPERTS
     for step, experts in steps:
-        if experts & ~seen and not step.on_storage:
+        if not step.on_storage and (experts & ~seen).any():
             numbers.add(step.number)
-        seen |= experts
+        seen = seen | experts
     return numbers
 
 

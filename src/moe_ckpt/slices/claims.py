@@ -14,6 +14,9 @@ from itertools import repeat
 from math import prod
 from zlib import crc32
 
+import numpy as np
+import numpy.typing as npt
+
 from moe_ckpt.core.operators import Catalog, Operator, Remembered
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.format.sealed import Fragment
@@ -83,9 +86,9 @@ class Claims:
                 yield operator, spec, box_of_rows(*span.rows(spec.global_shape), spec.global_shape)
 
     @cached_property
-    def operators(self) -> int:
-        """Operators that have anything to save (``OperatorSets``): not all, where parameters are empty."""
-        return self._catalog.sets.of(tuple({operator.id for operator, _, _ in self._blocks()}))
+    def is_saved(self) -> npt.NDArray[np.bool_]:
+        """``[operators]`` True for those that have anything to save: not all, where parameters are empty."""
+        return self._catalog.mask(tuple({operator.id for operator, _, _ in self._blocks()}))
 
     @cached_property
     def _sums(self) -> tuple[Mapping[str, int], Mapping[str, int], Sequence[_Scattered]]:
@@ -122,15 +125,15 @@ class SavedOperators:
         self._catalog = catalog
         # Encoded once, since partial checkpoints hold others each time.
         self._rows = [json.dumps(op).encode() + b"," for op in catalog.everything]
-        self._claimed: int | None = None
+        self._claims: Claims | None = None
         self._found: Callable[[tuple[str, ...]], tuple[Fragment, Counts]]
 
     def of(self, operators: tuple[str, ...], claims: Claims) -> tuple[Fragment, Counts]:
         """Returns operators as a list of ids, for documents, and by place. Found once for the newest few tuples."""
-        if claims.operators != self._claimed:
-            self._claimed, self._found = claims.operators, Remembered(partial(self._find, claims.operators))
+        if claims is not self._claims:
+            self._claims, self._found = claims, Remembered(partial(self._find, claims.is_saved))
         return self._found(operators)
 
-    def _find(self, claimed: int, operators: tuple[str, ...]) -> tuple[Fragment, Counts]:
-        saved = self._catalog.sets.places(claimed & self._catalog.sets.of(operators))
+    def _find(self, is_saved: npt.NDArray[np.bool_], operators: tuple[str, ...]) -> tuple[Fragment, Counts]:
+        saved = np.flatnonzero(is_saved & self._catalog.mask(operators))
         return Fragment.of_rows(b"".join(map(self._rows.__getitem__, saved.tolist()))), saved

@@ -27,7 +27,7 @@ from moe_ckpt.core.step import Contents, PeerPart
 from moe_ckpt.format.shard import ALIGNMENT, GRADIENT, SliceEntry, head_of, in_a_row, moved, require_distinct
 from moe_ckpt.ledger.coverage import PRIME, Box
 from moe_ckpt.ports import StateTensor, TensorSpec
-from moe_ckpt.slices.assignment import ComputeTypes, Sharder, WriteAssignment, places_of
+from moe_ckpt.slices.assignment import ComputeTypes, Sharder, WriteAssignment
 from moe_ckpt.slices.claims import Claims
 from moe_ckpt.slices.copying import CopyProgram
 from moe_ckpt.slices.cuts import (
@@ -336,9 +336,9 @@ class PlanCompiler:
 
     def _compile(self, key: PlanKey, contents: Contents, side: Sequence[SliceEntry]) -> CompiledPlan:
         share, assignment = self._cut(contents)
-        held = np.zeros(len(self._catalog.operators), dtype=bool)
-        held[places_of(self._catalog, contents.memory_only)] = True
-        is_expert, is_held = self._catalog.is_expert[share.places], held[share.places]
+        is_expert, is_held = (
+            of[share.places] for of in (self._catalog.is_expert, self._catalog.mask(contents.memory_only))
+        )
         by_kind = {
             "expert": share.masked(is_expert & ~is_held),
             "non_expert": share.masked(~is_expert & ~is_held),

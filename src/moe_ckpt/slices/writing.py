@@ -23,7 +23,7 @@ from moe_ckpt.format import FORMAT_VERSION
 from moe_ckpt.format.finite import all_finite, first_not_finite, judged_in
 from moe_ckpt.format.manifest import GROUPS, FileRecord, StateRecord, file_row, shard_path, state_path, state_row
 from moe_ckpt.format.sealed import digest, seal
-from moe_ckpt.format.shard import Checksums, SliceEntry, seal_of
+from moe_ckpt.format.shard import Checksums, seal_of
 from moe_ckpt.ledger.coverage import PRIME, Box
 from moe_ckpt.ledger.freshness import FRESH, STALE, UNKNOWN, LastChecksums, of_all
 from moe_ckpt.slices.compiling import GRADIENTS, CompiledPart
@@ -262,10 +262,9 @@ def decode_boxes(raw: bytes) -> list[tuple[str, Box]]:
 
 
 class FreshnessWatch:
-    """Watches slices for the sealing thread. It knows them by number on a shelf, and forgets them with the shelf."""
+    """Watches slices for the sealing thread. It knows them by number on a shelf."""
 
     def __init__(self) -> None:
-        self._entries: list[SliceEntry] | None = None
         self._checksums = LastChecksums()
         self._of_window = UNKNOWN
         self._fresh_after = -1
@@ -284,7 +283,9 @@ class FreshnessWatch:
         """
         updates, window, parts = snapshot.facts.updates, snapshot.contents.window, snapshot.sealed or ()
         verdict = of_all(
-            self._of(sealed, updates) for sealed in parts if sealed.part.cuts and sealed.part.kind != GRADIENTS
+            self._checksums.seal(sealed.part.slices.entries, sealed.part.slices.numbers, sealed.checksums, updates)
+            for sealed in parts
+            if sealed.part.cuts and sealed.part.kind != GRADIENTS
         )
         if verdict == FRESH:
             self._fresh_after = updates
@@ -295,10 +296,3 @@ class FreshnessWatch:
             return UNKNOWN if consumed and verdict == STALE else verdict
         self._of_window = verdict if window.slot == 0 else of_all((self._of_window, verdict))
         return self._of_window if window.is_last or self._of_window == FRESH else UNKNOWN
-
-    def _of(self, sealed: SealedPart, updates: int) -> int:
-        slices = sealed.part.slices
-        if slices.entries is not self._entries:
-            self._entries, self._checksums = slices.entries, LastChecksums()
-        self._checksums.add([(entry.key, entry.operator) for entry in slices.entries[len(self._checksums) :]])
-        return self._checksums.seal(slices.numbers, sealed.checksums, updates)

@@ -20,6 +20,7 @@ from moe_ckpt.core.step import PeerPart
 from moe_ckpt.errors import MemoryGoneError
 from moe_ckpt.ledger.freshness import CAUSE, STALE, UNKNOWN
 from moe_ckpt.ledger.memory_retention import (
+    NO_EXPERTS,
     MemoryStep,
     is_live,
     live_groups,
@@ -194,9 +195,11 @@ class MemoryTier:
         """
         if snapshot.identity.parting:
             return
-        contents, number, sets = snapshot.contents, snapshot.identity.number, self._catalog.sets
-        experts, sent = (  # a bit each; none of a sparse window
-            0 if contents.window else sets.experts & sets.of(contents.brings(tier, self._catalog.everything))
+        contents, number, catalog = snapshot.contents, snapshot.identity.number, self._catalog
+        experts, sent = (
+            NO_EXPERTS
+            if contents.window
+            else catalog.is_expert & catalog.mask(contents.brings(tier, catalog.everything))
             for tier in (Tier.HOST, Tier.PEER)
         )
         entry = _Entry(

@@ -22,7 +22,7 @@ from benchmarks.commit_world import ActedPeers, Others, State, Traffic, persist_
 from benchmarks.failing import Failures
 from benchmarks.report import write_json
 from moe_ckpt.core.placement import everywhere
-from moe_ckpt.core.plan import SnapshotPlan
+from moe_ckpt.core.step import SnapshotPlan
 from moe_ckpt.policies import Dense, MoC, MoEtion, MoEvement
 from moe_ckpt.policies.base import Policy
 from moe_ckpt.run.agreement import Deferred, StepTokens

@@ -39,8 +39,7 @@ from moe_ckpt.core.operators import (
     non_expert_id,
 )
 from moe_ckpt.core.placement import everywhere
-from moe_ckpt.core.plan import SnapshotPlan
-from moe_ckpt.core.step import Fate, Superseded
+from moe_ckpt.core.step import Fate, SnapshotPlan, Superseded
 from moe_ckpt.format.manifest import FileRecord, StateRecord, group_of, shard_path, state_path, step_dir
 from moe_ckpt.format.run_records import Identity
 from moe_ckpt.format.sealed import digest

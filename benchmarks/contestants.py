@@ -18,7 +18,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 
 from benchmarks.acting import wait_until_written
 from moe_ckpt.callbacks import MoECheckpoint
-from moe_ckpt.core.plan import SnapshotPlan
+from moe_ckpt.core.step import SnapshotPlan
 from moe_ckpt.format.manifest import MANIFEST_NAME
 from moe_ckpt.ledger.retention import RetentionPolicy
 from moe_ckpt.policies.base import Policy, PolicyContext

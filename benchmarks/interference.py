@@ -1,6 +1,6 @@
 """How well small checkpoints tell what copying adds to an iteration, by how much iterations differ anyway.
 
-Times are drawn, and go through ``core.save_budget``: each iteration is longer by its share of what copying adds beside
+Times are drawn, and go through ``run.meter``: each iteration is longer by its share of what copying adds beside
 a large checkpoint, and differs at random besides. See docs/moetion.md.
 """
 
@@ -21,7 +21,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.report import RESULTS, write_json
-from moe_ckpt.core.save_budget import BLOCK, COMPARED, Lap, is_small, secs_per_byte
+from moe_ckpt.core.save_budget import BLOCK, is_small
+from moe_ckpt.run.meter import COMPARED, Lap, secs_per_byte
 
 ADDED = (0.0, 0.03, 0.05, 0.08)
 DIFFER = (0.005, 0.01, 0.02, 0.05)

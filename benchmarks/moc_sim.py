@@ -21,8 +21,7 @@ from moe_ckpt.core.operators import (
     gate_id,
 )
 from moe_ckpt.core.placement import everywhere
-from moe_ckpt.core.plan import SnapshotPlan, Tier
-from moe_ckpt.core.step import Contents, Step
+from moe_ckpt.core.step import Contents, SnapshotPlan, Step, Tier
 from moe_ckpt.core.tokens import Counts, FaultRecord, TokenBook
 from moe_ckpt.format.manifest import Manifest, ModelRecord, OperatorRecord
 from moe_ckpt.policies.base import MemoryFacts, Policy

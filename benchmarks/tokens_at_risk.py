@@ -26,7 +26,7 @@ from rich.table import Table
 from benchmarks import report
 from benchmarks.lost_tokens import Workload, skewness
 from benchmarks.moc_sim import SimulatedRun, catalog
-from moe_ckpt.core.plan import Tier
+from moe_ckpt.core.step import Tier
 from moe_ckpt.core.tokens import Counts, TokenBook, tokens_at_risk
 from moe_ckpt.policies import MoEtion, Policy, moetion
 

@@ -22,7 +22,7 @@ from benchmarks.failing import Failures
 from benchmarks.windowed import batches, trainer
 from benchmarks.workload import Workload
 from moe_ckpt.callbacks import MoECheckpoint
-from moe_ckpt.core.plan import SnapshotPlan
+from moe_ckpt.core.step import SnapshotPlan
 from moe_ckpt.core.window import slot_bytes
 from moe_ckpt.policies.base import Policy, PolicyContext
 from moe_ckpt.policies.dense import Dense

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_ckpt.core.plan import Tier
+from moe_ckpt.core.step import Tier
 from moe_ckpt.policies import Dense, MoC
 from moe_ckpt.tiers import host_tier
 from tests.dist.test_host_tier import EXPERTS, TIMEOUT_SECS, Life, join

@@ -20,8 +20,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_ckpt.core.save_budget import BLOCK, COMPARED
+from moe_ckpt.core.save_budget import BLOCK
 from moe_ckpt.policies.moetion import PROBED_CHECKPOINTS
+from moe_ckpt.run.meter import COMPARED
 from tests.dist.test_memory import lose
 from tests.support.processes import run_ranks, start_ranks
 from tests.support.recompute import ALL, SENT, experts_by, factor_of, newest, plans, refuse, steady

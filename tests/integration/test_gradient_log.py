@@ -15,7 +15,7 @@ from moe_ckpt.callbacks import MoECheckpoint
 from moe_ckpt.cli.main import main
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.format.slot import SlotHeader
-from moe_ckpt.ledger.memory_retention import newest_checkpoint
+from moe_ckpt.ledger.retention import newest_checkpoint
 from moe_ckpt.memory.slot import Slot
 from tests.integration.crash_run import Run, build, loaders
 from tests.integration.lives import (

@@ -11,7 +11,7 @@ import pytest
 
 from moe_ckpt import Memory
 from moe_ckpt.callbacks import MoECheckpoint
-from moe_ckpt.core.plan import SnapshotPlan
+from moe_ckpt.core.step import SnapshotPlan
 from moe_ckpt.policies import MoEtion
 from moe_ckpt.policies.base import Measured, PolicyContext
 from tests.support.tiny_moe import TinyMoE, loader

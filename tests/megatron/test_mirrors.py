@@ -13,7 +13,7 @@ import pytest
 import torch.distributed as dist
 
 from moe_ckpt.core.operators import Catalog
-from moe_ckpt.core.plan import SnapshotPlan
+from moe_ckpt.core.step import SnapshotPlan
 from moe_ckpt.policies.base import Needs, PolicyContext
 from tests.dist.test_mirrors import same_as_its_source
 from tests.dist.test_replication import texts, warnings_of

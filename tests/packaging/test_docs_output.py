@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from moe_ckpt.cli.densify import summary
-from moe_ckpt.core.plan import Tier
+from moe_ckpt.core.step import Tier
 from moe_ckpt.gradient_log.units import Device
 from moe_ckpt.recovery.executing import plan_text
 from moe_ckpt.recovery.recovery_plan import ABSENT, Inventory, RecoveryPlan, plan_recovery

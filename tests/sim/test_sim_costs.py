@@ -7,7 +7,7 @@ from math import ceil, sqrt
 
 import pytest
 
-from moe_ckpt.core.plan import SnapshotPlan, Tier
+from moe_ckpt.core.step import SnapshotPlan, Tier
 from moe_ckpt.core.window import Window
 from moe_ckpt.policies import Dense, MoC, MoEvement
 from moe_ckpt_sim.cluster.clock import MOST_SECS, on_clock

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pytest
 
-from moe_ckpt.core.plan import SnapshotPlan
+from moe_ckpt.core.step import SnapshotPlan
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies import MoC, Wrapper
 from moe_ckpt.policies.base import PolicyContext

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from moe_ckpt.commit.room import Room
-from moe_ckpt.core.plan import SnapshotPlan
+from moe_ckpt.core.step import SnapshotPlan
 from moe_ckpt.peers.messages import SealedSlot
 from moe_ckpt.peers.replica_placement import ReplicaPlacement
 from moe_ckpt.peers.replication import Replicator, Roster

@@ -8,7 +8,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from moe_ckpt.core.plan import SnapshotPlan, Tier
+from moe_ckpt.core.step import SnapshotPlan, Tier
 from moe_ckpt.policies import GradientLog, Guarded, MoEtion, Wrapper
 from moe_ckpt.policies.base import PolicyContext
 from moe_ckpt.policies.moetion import MOST_GRADIENTS

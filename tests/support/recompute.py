@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from moe_ckpt.core.plan import SnapshotPlan, Tier
 from moe_ckpt.core.save_budget import is_small
+from moe_ckpt.core.step import SnapshotPlan, Tier
 from moe_ckpt.errors import MemoryFullError
 from moe_ckpt.format.slot import SlotHeader
 from moe_ckpt.peers.store import ReplicaStore

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moe_ckpt.core.operators import Catalog, expert_id
-from moe_ckpt.core.plan import SnapshotPlan
+from moe_ckpt.core.step import SnapshotPlan
 from moe_ckpt.policies.base import Needs, PolicyContext
 
 SENT, HERE = 1, 2

@@ -20,10 +20,9 @@ from moe_ckpt.core.operators import (
     non_expert_id,
 )
 from moe_ckpt.core.placement import everywhere
-from moe_ckpt.core.plan import Tier
-from moe_ckpt.core.step import Contents, Step, WindowPlace
+from moe_ckpt.core.step import Contents, Step, Tier, WindowPlace
 from moe_ckpt.core.tokens import NO_COUNTS
-from moe_ckpt.ledger.memory_retention import MemoryStep
+from moe_ckpt.ledger.retention import MemoryStep
 from moe_ckpt.policies import FaultRecord, MemoryFacts, ModelFacts, PolicyContext, RunFacts
 from moe_ckpt.slices.assignment import WriteAssignment
 from moe_ckpt.slices.cuts import BLOCK, SliceSource

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from moe_ckpt.core.anchors import Anchors
 from moe_ckpt.ledger.freshness import STALE
-from moe_ckpt.ledger.memory_retention import needed, newest_checkpoint
+from moe_ckpt.ledger.retention import needed, newest_checkpoint
 from moe_ckpt.reading.memory.memory_shares import Share, beneath_of, checkpoints_of, snapshots_of
 from moe_ckpt_sim.run.durable import MovingLedger
 from tests.support.gradient_chain import LoggedStep, chain

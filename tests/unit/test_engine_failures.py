@@ -11,7 +11,7 @@ import pytest
 
 from moe_ckpt import Memory
 from moe_ckpt.comm.communicator import SoloCommunicator
-from moe_ckpt.core.plan import Tier
+from moe_ckpt.core.step import Tier
 from moe_ckpt.errors import UnencodableStateError
 from moe_ckpt.policies import Dense
 from moe_ckpt.storage import LocalStorage

@@ -12,7 +12,7 @@ import torch
 
 from moe_ckpt.comm.communicator import SoloCommunicator
 from moe_ckpt.core.operators import expert_id
-from moe_ckpt.core.plan import SnapshotPlan, Tier
+from moe_ckpt.core.step import SnapshotPlan, Tier
 from moe_ckpt.errors import StoreInUseError
 from moe_ckpt.format.shard import SliceEntry
 from moe_ckpt.memory.arena import Arena, Buffer

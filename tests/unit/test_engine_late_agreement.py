@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from moe_ckpt.comm.communicator import SoloCommunicator
-from moe_ckpt.core.plan import SnapshotPlan
+from moe_ckpt.core.step import SnapshotPlan
 from moe_ckpt.errors import PeerLostError
 from moe_ckpt.policies import Dense, MoC, Needs
 from moe_ckpt.run.events import SnapshotBegan

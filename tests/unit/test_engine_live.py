@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moe_ckpt.core.placement import everywhere
-from moe_ckpt.core.plan import SnapshotPlan
+from moe_ckpt.core.step import SnapshotPlan
 from moe_ckpt.core.window import OperatorBytes, Window
 from moe_ckpt.ledger.ledger import Ledger
 from moe_ckpt.modeling.moe.discover import build_catalog

@@ -23,7 +23,7 @@ from moe_ckpt.core.step import WindowPlace
 from moe_ckpt.errors import RecoveryLoopError, SaveFailedError
 from moe_ckpt.format.manifest import age_of
 from moe_ckpt.format.slot import decode_slot, encode_slot
-from moe_ckpt.ledger.memory_retention import needed
+from moe_ckpt.ledger.retention import needed
 from moe_ckpt.memory.slot import Slot
 from moe_ckpt.policies import Dense, MoC
 from moe_ckpt.policies.moevement import MoEvement

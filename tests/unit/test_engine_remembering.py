@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from moe_ckpt.core.placement import everywhere
-from moe_ckpt.core.plan import SnapshotPlan
-from moe_ckpt.core.step import Contents, WindowPlace
+from moe_ckpt.core.step import Contents, SnapshotPlan, WindowPlace
 from moe_ckpt.core.window import Window, slot_plan
 from moe_ckpt.format.shard import SliceEntry
 from moe_ckpt.ledger.coverage import PRIME, cover_sum

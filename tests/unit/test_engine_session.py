@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from moe_ckpt.core.operators import expert_id
-from moe_ckpt.core.plan import SnapshotPlan
+from moe_ckpt.core.step import SnapshotPlan
 from moe_ckpt.errors import ConfigError, HostMemoryError, SaveFailedError, StoreInUseError
 from moe_ckpt.format.manifest import step_dir
 from moe_ckpt.policies import Dense, Measured

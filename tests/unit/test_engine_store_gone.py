@@ -11,7 +11,7 @@ import time
 import numpy as np
 import pytest
 
-from moe_ckpt.core.plan import Tier
+from moe_ckpt.core.step import Tier
 from moe_ckpt.errors import DamagedError
 from moe_ckpt.format.manifest import STORE_NAME
 from moe_ckpt.format.run_records import Identity

@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import interference
-from moe_ckpt.core.save_budget import BLOCK, COMPARED, Lap, is_small, secs_per_byte
+from moe_ckpt.core.save_budget import BLOCK, is_small
 from moe_ckpt.core.step import Fate
 from moe_ckpt.policies import Dense, MoEtion
 from moe_ckpt.policies.base import Measured
 from moe_ckpt.policies.moetion import PROBED_CHECKPOINTS
 from moe_ckpt.run.agreement import StepConsensus, pack, unpack
-from moe_ckpt.run.meter import Meter
+from moe_ckpt.run.meter import COMPARED, Lap, Meter, secs_per_byte
 from moe_ckpt.storage import LocalStorage
 from tests.support.constants import Unprobed
 from tests.unit.builders import experts_in

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from moe_ckpt.core.plan import Tier
+from moe_ckpt.core.step import Tier
 from moe_ckpt.ledger.ledger import NEVER, Ledger
 from moe_ckpt_sim.run.durable import Durable, MovingLedger
 from moe_ckpt_sim.run.moving_ledger import MovingRunLedger

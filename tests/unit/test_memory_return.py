@@ -11,7 +11,7 @@ import pytest
 
 from moe_ckpt import Memory
 from moe_ckpt.comm.communicator import largest
-from moe_ckpt.core.plan import Tier
+from moe_ckpt.core.step import Tier
 from moe_ckpt.driver.messages import Messages
 from moe_ckpt.errors import StoreError
 from moe_ckpt.memory.slot import Slot

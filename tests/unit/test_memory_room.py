@@ -17,7 +17,7 @@ from moe_ckpt.errors import MemoryFullError
 from moe_ckpt.memory.files import MemoryFiles
 from moe_ckpt.policies import Dense
 from moe_ckpt.ports import StateTensor, TensorSpec
-from moe_ckpt.slices.expected import ExpectedShare
+from moe_ckpt.slices.local_state import ExpectedShare
 from moe_ckpt.storage import LocalStorage
 from moe_ckpt.tiers import host_tier, limits
 from moe_ckpt.tiers.buffers import BufferPool

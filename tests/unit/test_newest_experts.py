@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ckpt.ledger.memory_retention import MemoryStep, with_newest_experts
+from moe_ckpt.ledger.retention import MemoryStep, with_newest_experts
 from tests.unit.builders import memory_step
 
 EXPERTS = 6

@@ -84,6 +84,6 @@ def test_importing_touches_no_other_logger():
 
 def test_torch_does_not_speak_first_of_a_package_that_another_brought_along():
     warning = "The pynvml package is deprecated. Please install nvidia-ml-py instead."
-    program = f"import warnings, moe_ckpt.core.plan\nwarnings.warn({warning!r}, FutureWarning)"
+    program = f"import warnings, moe_ckpt.core.step\nwarnings.warn({warning!r}, FutureWarning)"
     assert run("", program) == ("", "")
     assert "another" in run("", program.replace(warning, "another"))[1]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_ckpt.core.quantities import parse_bytes, parse_secs
+from moe_ckpt.core.user_text import parse_bytes, parse_secs
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.ledger.retention import RetentionPolicy
 from moe_ckpt.memory.options import Memory

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from moe_ckpt.cli.main import main
-from moe_ckpt.core.plan import SnapshotPlan
+from moe_ckpt.core.step import SnapshotPlan
 from moe_ckpt.core.window import Window
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies import AnyOf, CheckFreq, Dense, Guarded, MoC, MoEtion, MoEvement, Needs, Policy, needs_of

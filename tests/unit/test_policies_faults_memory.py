@@ -16,8 +16,7 @@ from hypothesis import strategies as st
 from benchmarks.moc_sim import catalog
 from moe_ckpt import Memory
 from moe_ckpt.core.placement import everywhere
-from moe_ckpt.core.plan import Tier
-from moe_ckpt.core.step import Contents, Step
+from moe_ckpt.core.step import Contents, Step, Tier
 from moe_ckpt.core.tokens import Counts, FaultRecord, TokenBook
 from moe_ckpt.format.manifest import Manifest, ModelRecord, OperatorRecord
 from moe_ckpt.policies import Guarded, MoC, MoEtion

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from moe_ckpt.core.plan import SnapshotPlan
+from moe_ckpt.core.step import SnapshotPlan
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies import Dense, Guarded, MoC, Policy, TokenFacts
 from tests.unit.builders import catalog, context, experts_in

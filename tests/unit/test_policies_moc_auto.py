@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_ckpt.core.plan import Tier
+from moe_ckpt.core.step import Tier
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies import MoC, MoEtion, needs_of
 from moe_ckpt.policies.base import Measured

@@ -18,7 +18,7 @@ from benchmarks.moc_sim import SimulatedRun
 from benchmarks.moc_sim import catalog as bare
 from benchmarks.tokens_at_risk import InTurn, risks
 from moe_ckpt.core.placement import Placement, everywhere, water_level
-from moe_ckpt.core.plan import Tier
+from moe_ckpt.core.step import Tier
 from moe_ckpt.core.window import OperatorBytes
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies import Dense, Guarded, MoC, MoEtion, Policy, needs_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moe_ckpt.core.quantities import human_bytes, name_ranks
+from moe_ckpt.core.user_text import human_bytes, name_ranks
 
 
 @pytest.mark.parametrize(("nbytes", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 << 40, "3.0 TiB")])

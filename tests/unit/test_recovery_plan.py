@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ckpt.core.plan import Tier
+from moe_ckpt.core.step import Tier
 from moe_ckpt.errors import CoverageError
 from moe_ckpt.recovery.executing import plan_text
 from moe_ckpt.recovery.recovery_plan import ABSENT, Inventory, first_choice, plan_recovery

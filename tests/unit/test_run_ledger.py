@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from moe_ckpt.core.placement import everywhere
-from moe_ckpt.core.plan import Tier
-from moe_ckpt.core.step import Contents, Step, WindowPlace
+from moe_ckpt.core.step import Contents, Step, Tier, WindowPlace
 from moe_ckpt.core.tokens import TokenBook
 from moe_ckpt.core.window import Window
 from moe_ckpt.format.manifest import Manifest, ModelRecord, OperatorRecord

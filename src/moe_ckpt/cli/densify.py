@@ -123,6 +123,6 @@ def _require_device(device: str | None) -> None:
 
 def summary(step: int, nbytes: int, updates: int, device: str) -> str:
     """Returns what is printed above the path of a checkpoint."""
-    from moe_ckpt.core.quantities import human_bytes
+    from moe_ckpt.core.user_text import human_bytes
 
     return f"step {step}, {human_bytes(nbytes)}, {updates} update{'s' * (updates != 1)} repeated on {device}"

@@ -42,7 +42,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """0 when the output was written. Says on stderr which step it is of, for a store leaves that open."""
-    from moe_ckpt.core.quantities import parse_bytes
+    from moe_ckpt.core.user_text import parse_bytes
     from moe_ckpt.errors import ConfigError
     from moe_ckpt.format.manifest import Manifest
     from moe_ckpt.interop.export import export

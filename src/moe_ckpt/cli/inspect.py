@@ -11,7 +11,7 @@ from itertools import groupby
 from typing import Any
 
 from moe_ckpt.cli.shared import add_memory
-from moe_ckpt.core.quantities import human_bytes
+from moe_ckpt.core.user_text import human_bytes
 from moe_ckpt.tables import PIPED_WIDTH, print_table, styled, width, wrapped
 
 EPILOG = """\

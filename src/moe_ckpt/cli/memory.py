@@ -83,7 +83,7 @@ def _nothing(args: argparse.Namespace, everything: Sequence[RankFacts]) -> str:
 
 
 def _list(ranks: Sequence[RankFacts]) -> None:
-    from moe_ckpt.core.quantities import human_bytes
+    from moe_ckpt.core.user_text import human_bytes
     from moe_ckpt.memory.directory import said_holder
     from moe_ckpt.tables import print_table
 
@@ -105,7 +105,7 @@ def _list(ranks: Sequence[RankFacts]) -> None:
 
 
 def _explain(ranks: Sequence[RankFacts]) -> None:
-    from moe_ckpt.core.quantities import human_bytes
+    from moe_ckpt.core.user_text import human_bytes
     from moe_ckpt.format.slot import GRADIENTS, STATE
     from moe_ckpt.memory.directory import said_holder
     from moe_ckpt.tables import wrapped
@@ -132,7 +132,7 @@ def _explain(ranks: Sequence[RankFacts]) -> None:
 
 
 def _changed(args: argparse.Namespace, ranks: Sequence[RankFacts]) -> int:
-    from moe_ckpt.core.quantities import human_bytes
+    from moe_ckpt.core.user_text import human_bytes
     from moe_ckpt.memory.directory import user_directory
     from moe_ckpt.memory.files import remove_run, retry_run
 

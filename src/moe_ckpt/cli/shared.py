@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Protocol
 
-from moe_ckpt.core.quantities import human_bytes
+from moe_ckpt.core.user_text import human_bytes
 
 if TYPE_CHECKING:
     from moe_ckpt.reading.reader import StoreReader

@@ -15,7 +15,7 @@ import numpy as np
 
 from moe_ckpt.commit.keeping import PART, Abandoned, Names, Needed, StoreKeeper, needed_of
 from moe_ckpt.core.operators import Catalog
-from moe_ckpt.core.plan import Tier
+from moe_ckpt.core.step import Tier
 from moe_ckpt.core.tokens import Counts, TokenBook, window_began
 from moe_ckpt.errors import CoverageError, FilesGoneError, SaveFailedError
 from moe_ckpt.format.manifest import (

@@ -18,7 +18,7 @@ from moe_ckpt.errors import HostMemoryError
 from moe_ckpt.memory.arena import Buffer
 from moe_ckpt.policies.base import needs_of
 from moe_ckpt.run.context import RunContext
-from moe_ckpt.slices.expected import ExpectedShare
+from moe_ckpt.slices.local_state import ExpectedShare
 from moe_ckpt.tiers.buffers import BufferPool, WorkThread
 from moe_ckpt.tiers.host_tier import BufferTier
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import ceil, sqrt
 
-from moe_ckpt.core.plan import SnapshotPlan
-from moe_ckpt.core.quantities import parse_secs
+from moe_ckpt.core.step import SnapshotPlan
+from moe_ckpt.core.user_text import parse_secs
 from moe_ckpt.errors import ConfigError
 
 PRIOR_MTBF_SECS = 3 * 3600.0

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from moe_ckpt.core.operators import Catalog, Remembered
 from moe_ckpt.core.placement import Placement
-from moe_ckpt.core.plan import SnapshotPlan
+from moe_ckpt.core.step import SnapshotPlan
 
 
 @dataclass(frozen=True)

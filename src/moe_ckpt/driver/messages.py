@@ -8,14 +8,14 @@ from collections.abc import Iterable
 from typing import Any
 
 from moe_ckpt.core.operators import Catalog
-from moe_ckpt.core.quantities import human_bytes, name_ranks
 from moe_ckpt.core.tokens import FaultRecord
+from moe_ckpt.core.user_text import human_bytes, name_ranks
 from moe_ckpt.interop.weights import LoadedWeights
 from moe_ckpt.notices import announce
 from moe_ckpt.ports import TensorSpec
 from moe_ckpt.reading.memory.memory_shares import LeftBehind
 from moe_ckpt.run.options import Options
-from moe_ckpt.slices.expected import roughly
+from moe_ckpt.slices.local_state import roughly
 
 log = logging.getLogger("moe_ckpt")
 

@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property, lru_cache
 from typing import Any
 
-from moe_ckpt.core.plan import Tier
+from moe_ckpt.core.step import Tier
 from moe_ckpt.core.tokens import WINDOW_BEGAN
 from moe_ckpt.errors import DamagedError, FormatVersionError
 from moe_ckpt.format import FORMAT_VERSION

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import xxhash
 
-from moe_ckpt.core.plan import Tier
+from moe_ckpt.core.step import Tier
 from moe_ckpt.errors import NotFiniteError
 from moe_ckpt.format.finite import all_finite, judged_in
 from moe_ckpt.format.manifest import (

@@ -14,7 +14,7 @@ from dataclasses import replace
 from itertools import chain
 
 from moe_ckpt.comm.communicator import largest
-from moe_ckpt.core.quantities import human_bytes
+from moe_ckpt.core.user_text import human_bytes
 from moe_ckpt.errors import OtherLayoutError
 from moe_ckpt.gradient_log.densify import densify_together
 from moe_ckpt.gradient_log.replaying import LoggedSteps, LogReplayer, anchors_of, needed_gradients

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from moe_ckpt.core.plan import Tier
+from moe_ckpt.core.step import Tier
 from moe_ckpt.errors import CoverageError
 from moe_ckpt.ledger.coverage import Box, prove_cover
 from moe_ckpt.ports import Communicator, StateTensor, TrainingState

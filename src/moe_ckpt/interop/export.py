@@ -23,7 +23,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from moe_ckpt.core.quantities import parse_bytes
+from moe_ckpt.core.user_text import parse_bytes
 from moe_ckpt.errors import ConfigError, MoECheckpointError, StoreUnwritableError, UnsupportedError
 from moe_ckpt.format.dtypes import TORCH_DTYPES
 from moe_ckpt.format.manifest import Manifest, age_of

@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from moe_ckpt.core.anchors import Anchors
 from moe_ckpt.core.operators import Catalog, grid_of
-from moe_ckpt.core.plan import Tier
+from moe_ckpt.core.step import Tier
 from moe_ckpt.core.tokens import AtRisk, Counts, TokenBook
 
 NEVER = -1

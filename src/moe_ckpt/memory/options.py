@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from moe_ckpt.core.cadence import StorageCadence
-from moe_ckpt.core.quantities import parse_bytes, parse_secs
+from moe_ckpt.core.user_text import parse_bytes, parse_secs
 from moe_ckpt.errors import ConfigError
 
 DEFAULT_ROOT = "/dev/shm"

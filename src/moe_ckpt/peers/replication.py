@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
-from moe_ckpt.core.quantities import name_ranks
+from moe_ckpt.core.user_text import name_ranks
 from moe_ckpt.errors import ConfigError, PeerLostError, StoreError
 from moe_ckpt.memory.directory import node_of
 from moe_ckpt.memory.options import Memory

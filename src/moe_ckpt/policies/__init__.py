@@ -5,7 +5,7 @@ docs/own_policy.md.
 """
 
 from moe_ckpt.core.operators import Catalog, MoELayer, Operator, OperatorKind, expert_id, gate_id, non_expert_id
-from moe_ckpt.core.plan import SnapshotPlan, Tier
+from moe_ckpt.core.step import SnapshotPlan, Tier
 from moe_ckpt.core.tokens import FaultRecord
 from moe_ckpt.policies.base import (
     Measured,

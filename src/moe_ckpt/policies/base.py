@@ -14,12 +14,12 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from moe_ckpt.core.arguments import named_arguments
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.placement import Placement
-from moe_ckpt.core.plan import SnapshotPlan, Tier
 from moe_ckpt.core.save_budget import bytes_in_time
+from moe_ckpt.core.step import SnapshotPlan, Tier
 from moe_ckpt.core.tokens import Counts, FaultRecord
+from moe_ckpt.core.user_text import named_arguments
 from moe_ckpt.core.window import OperatorBytes, Window
 from moe_ckpt.errors import ConfigError
 

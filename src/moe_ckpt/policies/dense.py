@@ -8,10 +8,10 @@ from dataclasses import asdict, dataclass
 from math import ceil, isfinite
 from typing import Any, ClassVar
 
-from moe_ckpt.core.arguments import named_arguments
 from moe_ckpt.core.cadence import daly_secs, expected_mtbf_secs, young_secs
 from moe_ckpt.core.operators import Catalog
-from moe_ckpt.core.plan import SnapshotPlan
+from moe_ckpt.core.step import SnapshotPlan
+from moe_ckpt.core.user_text import named_arguments
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies.base import (
     Measured,

@@ -14,10 +14,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from moe_ckpt.core.arguments import named_arguments
 from moe_ckpt.core.operators import Catalog, Remembered
-from moe_ckpt.core.plan import SnapshotPlan
+from moe_ckpt.core.step import SnapshotPlan
 from moe_ckpt.core.tokens import Counts
+from moe_ckpt.core.user_text import named_arguments
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies.base import AS_CONSUMED, BF16, TOKENS, Needs, PolicyContext, Sends
 from moe_ckpt.policies.experts.selection import in_shape

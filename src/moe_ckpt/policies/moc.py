@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from moe_ckpt.core.arguments import named_arguments
 from moe_ckpt.core.operators import Catalog
-from moe_ckpt.core.plan import SnapshotPlan
 from moe_ckpt.core.save_budget import largest_k
+from moe_ckpt.core.step import SnapshotPlan
 from moe_ckpt.core.tokens import Counts
+from moe_ckpt.core.user_text import named_arguments
 from moe_ckpt.errors import ConfigError, no_moe_layer
 from moe_ckpt.policies.base import Needs, PolicyContext, next_multiple, require_positive
 from moe_ckpt.policies.budget import dynamic_k, resolve_budget, top_up

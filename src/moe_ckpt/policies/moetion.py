@@ -13,11 +13,11 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from moe_ckpt.core.arguments import named_arguments
 from moe_ckpt.core.operators import Catalog
-from moe_ckpt.core.plan import SnapshotPlan, Tier
 from moe_ckpt.core.save_budget import BLOCK, is_small
+from moe_ckpt.core.step import SnapshotPlan, Tier
 from moe_ckpt.core.tokens import Counts
+from moe_ckpt.core.user_text import named_arguments
 from moe_ckpt.errors import ConfigError, no_moe_layer
 from moe_ckpt.policies.base import (
     ALL_SENT,

@@ -12,10 +12,10 @@ from dataclasses import asdict, dataclass, replace
 from itertools import filterfalse
 from typing import Any, ClassVar
 
-from moe_ckpt.core.arguments import named_arguments
 from moe_ckpt.core.operators import Catalog
-from moe_ckpt.core.plan import SnapshotPlan
 from moe_ckpt.core.save_budget import bytes_in_time
+from moe_ckpt.core.step import SnapshotPlan
+from moe_ckpt.core.user_text import named_arguments
 from moe_ckpt.core.window import (
     Lane,
     OperatorBytes,

@@ -8,9 +8,9 @@ from itertools import chain
 from math import lcm
 from typing import Any
 
-from moe_ckpt.core.arguments import named_arguments
 from moe_ckpt.core.operators import Catalog, expert_id
-from moe_ckpt.core.plan import SnapshotPlan
+from moe_ckpt.core.step import SnapshotPlan
+from moe_ckpt.core.user_text import named_arguments
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies.base import BF16, Needs, Policy, PolicyContext, needs_of
 from moe_ckpt.policies.budget import (

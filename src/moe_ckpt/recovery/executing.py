@@ -8,9 +8,9 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
-from moe_ckpt.core.plan import Tier
-from moe_ckpt.core.quantities import human_bytes, name_ranks
+from moe_ckpt.core.step import Tier
 from moe_ckpt.core.tokens import Counts
+from moe_ckpt.core.user_text import human_bytes, name_ranks
 from moe_ckpt.errors import ConfigError, NotFiniteError
 from moe_ckpt.format.manifest import Manifest, state_path
 from moe_ckpt.notices import announce

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from moe_ckpt.core.operators import EXPERT
-from moe_ckpt.core.plan import Tier
+from moe_ckpt.core.step import Tier
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.errors import CoverageError
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 import numpy as np
 
-from moe_ckpt.core.plan import Tier
+from moe_ckpt.core.step import Tier
 from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.ports import Communicator, StateTensor, TrainingState
 from moe_ckpt.reading.index import StoredSlice, split_key

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, TypedDict
 
-from moe_ckpt.core.arguments import nearest
-from moe_ckpt.core.quantities import parse_bytes, parse_secs
+from moe_ckpt.core.user_text import nearest, parse_bytes, parse_secs
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.ledger.retention import RetentionPolicy
 from moe_ckpt.memory.options import Memory

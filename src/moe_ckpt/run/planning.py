@@ -16,7 +16,7 @@ import numpy as np
 
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.placement import Placement
-from moe_ckpt.core.plan import SnapshotPlan
+from moe_ckpt.core.step import SnapshotPlan
 from moe_ckpt.core.window import OperatorBytes, lanes_of, share_bytes
 from moe_ckpt.ledger.ledger import Ledger
 from moe_ckpt.policies.base import Policy, PolicyContext, needs_of

@@ -15,8 +15,7 @@ import numpy.typing as npt
 
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.placement import Placement
-from moe_ckpt.core.plan import Tier
-from moe_ckpt.core.step import Contents, Step
+from moe_ckpt.core.step import Contents, Step, Tier
 from moe_ckpt.core.tokens import Counts, FaultRecord, TokenBook
 from moe_ckpt.core.window import Window
 from moe_ckpt.errors import DamagedError

@@ -10,8 +10,7 @@ from collections import deque
 from moe_ckpt.comm.communicator import largest
 from moe_ckpt.commit.pipeline import Pipeline
 from moe_ckpt.core.cadence import StorageCadence, StorageFacts, goes_to_peers
-from moe_ckpt.core.plan import SnapshotPlan
-from moe_ckpt.core.step import WindowPlace
+from moe_ckpt.core.step import SnapshotPlan, WindowPlace
 from moe_ckpt.policies.base import Measured
 from moe_ckpt.ports import Communicator
 from moe_ckpt.run.agreement import StepConsensus

@@ -17,8 +17,7 @@ from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 from moe_ckpt.comm.communicator import largest
-from moe_ckpt.core.plan import SnapshotPlan
-from moe_ckpt.core.step import Fate
+from moe_ckpt.core.step import Fate, SnapshotPlan
 from moe_ckpt.core.tokens import Counts, FaultRecord
 from moe_ckpt.errors import SaveFailedError
 from moe_ckpt.format.manifest import Manifest

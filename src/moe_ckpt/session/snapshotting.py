@@ -10,8 +10,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 from moe_ckpt.comm.communicator import largest
-from moe_ckpt.core.plan import SnapshotPlan, Tier
-from moe_ckpt.core.step import Contents, Facts, Fate, PeerPart, WindowPlace
+from moe_ckpt.core.step import Contents, Facts, Fate, PeerPart, SnapshotPlan, Tier, WindowPlace
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.errors import SaveFailedError
 from moe_ckpt.policies.base import needs_of

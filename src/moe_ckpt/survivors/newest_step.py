@@ -31,7 +31,7 @@ import numpy as np
 import torch
 
 from moe_ckpt.core.placement import lends
-from moe_ckpt.core.plan import SnapshotPlan
+from moe_ckpt.core.step import SnapshotPlan
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.errors import MoECheckpointError, NotFiniteError
 from moe_ckpt.policies.base import needs_of

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from moe_ckpt.core.quantities import human_bytes
+from moe_ckpt.core.user_text import human_bytes
 from moe_ckpt.driver.guests import LocalizedRecovery
 from moe_ckpt.driver.host import Host
 from moe_ckpt.driver.states import Moment

@@ -21,7 +21,7 @@ from moe_ckpt.memory.left_slots import LeftSlots, newest_of
 from moe_ckpt.memory.options import Memory
 from moe_ckpt.peers.replication import CANNOT_OPEN, Replicator, open_replication
 from moe_ckpt.run.context import RunContext
-from moe_ckpt.slices.expected import ExpectedShare
+from moe_ckpt.slices.local_state import ExpectedShare
 from moe_ckpt.storage.local import free_bytes
 from moe_ckpt.tiers import host_tier
 from moe_ckpt.tiers.buffers import BufferPool, arena_limit

@@ -2,7 +2,7 @@
 
 A snapshot passes through: begun (its slot is being copied into), sealed (this rank's share is safe from ``kill -9``),
 complete (every rank has sealed its share, which the ranks learn from a step's agreement), and is needed until a newer
-checkpoint is complete (``ledger.memory_retention``). Where it goes to storage, too, it stays until that has been tried.
+checkpoint is complete (``ledger.retention``). Where it goes to storage, too, it stays until that has been tried.
 """
 
 from __future__ import annotations
@@ -15,11 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-from moe_ckpt.core.plan import Tier
-from moe_ckpt.core.step import PeerPart
+from moe_ckpt.core.step import PeerPart, Tier
 from moe_ckpt.errors import MemoryGoneError
 from moe_ckpt.ledger.freshness import CAUSE, STALE, UNKNOWN
-from moe_ckpt.ledger.memory_retention import (
+from moe_ckpt.ledger.retention import (
     NO_EXPERTS,
     MemoryStep,
     is_live,

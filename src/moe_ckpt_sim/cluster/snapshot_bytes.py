@@ -9,7 +9,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from moe_ckpt.core.plan import SnapshotPlan
+from moe_ckpt.core.step import SnapshotPlan
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.core.window import OperatorBytes, Window
 from moe_ckpt.policies.base import Sends

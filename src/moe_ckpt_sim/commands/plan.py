@@ -307,7 +307,7 @@ def override_line(candidate: Candidate) -> str:
 
 
 def _show(scenario: Scenario, plan: Plan, rates: Rates | None) -> None:
-    from moe_ckpt.core.quantities import human_bytes
+    from moe_ckpt.core.user_text import human_bytes
     from moe_ckpt.tables import print_table, wrapped
     from moe_ckpt_sim.failures.failures import NoFailures
     from moe_ckpt_sim.planner.log_or_windows import sentences
@@ -380,7 +380,7 @@ def _advise(plan: Plan) -> None:
 
 def _log(one: Candidate) -> str:
     """The size of the candidate's upstream log, in words; empty without one."""
-    from moe_ckpt.core.quantities import human_bytes
+    from moe_ckpt.core.user_text import human_bytes
 
     nbytes = 0 if one.use is None else round(one.use.log_bytes)
     return f", with an upstream log of {human_bytes(nbytes)} per rank" if nbytes else ""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from moe_ckpt.core.quantities import parse_bytes
+from moe_ckpt.core.user_text import parse_bytes
 from moe_ckpt.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ def _most(report: WindowReport) -> int:
 
 
 def _show(directory: str, context: PolicyContext, report: WindowReport, explain: bool) -> None:
-    from moe_ckpt.core.quantities import human_bytes
+    from moe_ckpt.core.user_text import human_bytes
     from moe_ckpt.tables import print_table, wrapped
 
     catalog, ranks = context.model.catalog, f"{report.ranks} rank{'s' * (report.ranks > 1)}"
@@ -164,7 +164,7 @@ def _show(directory: str, context: PolicyContext, report: WindowReport, explain:
 
 def _show_choice(report: WindowReport) -> None:
     """The heaviest slot for windows of other lengths: why W is what it is."""
-    from moe_ckpt.core.quantities import human_bytes
+    from moe_ckpt.core.user_text import human_bytes
     from moe_ckpt.tables import print_table
 
     limit = report.limit_bytes

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 
-from moe_ckpt.core.quantities import human_bytes
+from moe_ckpt.core.user_text import human_bytes
 from moe_ckpt.policies import GradientLog
 from moe_ckpt.policies.base import MemoryFacts, ModelFacts, PolicyContext, RunFacts
 from moe_ckpt.policies.schedules.rolling import LogReport

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from moe_ckpt.core.anchors import Anchors
-from moe_ckpt.core.plan import SnapshotPlan
+from moe_ckpt.core.step import SnapshotPlan
 from moe_ckpt.core.tokens import Counts
 
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moe_ckpt.core.plan import Tier
+from moe_ckpt.core.step import Tier
 from moe_ckpt.core.tokens import AtRisk, Counts, FaultRecord
 from moe_ckpt.core.window import Window
 from moe_ckpt.ledger.ledger import NEVER, Ledger, Versions

@@ -11,7 +11,7 @@ from math import inf
 
 import numpy as np
 
-from moe_ckpt.core.plan import Tier
+from moe_ckpt.core.step import Tier
 from moe_ckpt.core.window import Window
 from moe_ckpt.localized.segments import Segment, segments
 from moe_ckpt.recovery.recovery_plan import first_choice

@@ -6,7 +6,7 @@ from dataclasses import replace
 from math import inf
 
 from moe_ckpt.core.cadence import StorageCadence, StorageFacts
-from moe_ckpt.core.plan import Tier
+from moe_ckpt.core.step import Tier
 from moe_ckpt.policies.base import PolicyContext
 from moe_ckpt_sim.cluster.clock import on_clock
 from moe_ckpt_sim.cluster.costs import Costs

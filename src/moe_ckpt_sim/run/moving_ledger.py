@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moe_ckpt.core.operators import Catalog
-from moe_ckpt.core.plan import Tier
+from moe_ckpt.core.step import Tier
 from moe_ckpt.core.tokens import Counts, FaultRecord
 from moe_ckpt.policies.base import TOKENS
 from moe_ckpt.recovery.recovery_plan import ABSENT, Inventory, RecoveryPlan, plan_recovery

@@ -10,7 +10,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from moe_ckpt.core.plan import Tier
+from moe_ckpt.core.step import Tier
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.core.window import Window
 from moe_ckpt_sim.cluster.cluster import ClusterLayout

@@ -11,7 +11,7 @@ import xxhash
 
 from moe_ckpt.core.cadence import are_behind, goes_to_peers
 from moe_ckpt.core.operators import Catalog
-from moe_ckpt.core.plan import SnapshotPlan
+from moe_ckpt.core.step import SnapshotPlan
 from moe_ckpt.core.window import Window
 from moe_ckpt.policies.base import DECAYED, PolicyContext
 from moe_ckpt_sim.cluster.clock import on_clock

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from moe_ckpt.core.cadence import StorageCadence
-from moe_ckpt.core.plan import Tier
-from moe_ckpt.core.quantities import parse_bytes
+from moe_ckpt.core.step import Tier
+from moe_ckpt.core.user_text import parse_bytes
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies.base import Needs, Policy, needs_of, require_served
 from moe_ckpt_sim.checks import above_zero, flag, not_none, one_of, portion, whole

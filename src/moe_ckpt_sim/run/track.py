@@ -10,8 +10,7 @@ import numpy.typing as npt
 
 from moe_ckpt.core.anchors import Anchors
 from moe_ckpt.core.operators import Catalog
-from moe_ckpt.core.plan import SnapshotPlan, Tier
-from moe_ckpt.core.step import Contents, PeerPart, Step, WindowPlace
+from moe_ckpt.core.step import Contents, PeerPart, SnapshotPlan, Step, Tier, WindowPlace
 from moe_ckpt.core.tokens import Counts, FaultRecord
 from moe_ckpt.core.window import Window
 from moe_ckpt.run.run_ledger import InFlight, places

@@ -8,7 +8,7 @@ from math import ceil
 
 import numpy as np
 
-from moe_ckpt.core.plan import Tier
+from moe_ckpt.core.step import Tier
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.policies.base import PolicyContext
 

@@ -15,10 +15,9 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from moe_ckpt.core.operators import EXPERT
-from moe_ckpt.core.plan import Tier
-from moe_ckpt.core.quantities import name_ranks
-from moe_ckpt.core.step import Facts
+from moe_ckpt.core.step import Facts, Tier
 from moe_ckpt.core.tokens import TokenBook, window_began
+from moe_ckpt.core.user_text import name_ranks
 from moe_ckpt.errors import CoverageError, DamagedError, OtherLayoutError, RecoveryLoopError, StepRemovedError
 from moe_ckpt.format.manifest import (
     Manifest,

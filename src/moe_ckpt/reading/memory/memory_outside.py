@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from moe_ckpt.comm.communicator import SoloCommunicator
-from moe_ckpt.core.quantities import name_ranks
+from moe_ckpt.core.user_text import name_ranks
 from moe_ckpt.errors import (
     DamagedError,
     MoECheckpointError,

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from moe_ckpt.memory.options import Memory
     from moe_ckpt.modeling.moe.registry import register_moe
     from moe_ckpt.plain.checkpoint import attach
-    from moe_ckpt.reading.newest import newest_step
+    from moe_ckpt.reading.reader import newest_step
     from moe_ckpt.tiers.host_tier import release_host_memory
 
 # torch imports pynvml wherever some package has brought it along, and would print this above our first sentence.
@@ -40,7 +40,7 @@ _HOMES = {
     "RetentionPolicy": "moe_ckpt.ledger.retention",
     "attach": "moe_ckpt.plain.checkpoint",
     "load_from_checkpoint": "moe_ckpt.callbacks",
-    "newest_step": "moe_ckpt.reading.newest",
+    "newest_step": "moe_ckpt.reading.reader",
     "register_moe": "moe_ckpt.modeling.moe.registry",
     "release_host_memory": "moe_ckpt.tiers.host_tier",
 }

@@ -132,7 +132,7 @@ def test_what_is_no_store_is_said_so(tmp_path):
     fit(tmp_path / "begun", Dense(100), 1)
     for path in (tmp_path / "begun").glob("step_*"):
         shutil.rmtree(path)
-    with pytest.raises(NoCheckpointError, match="can be used: there is none yet"):
+    with pytest.raises(NoCheckpointError, match="has no committed step yet"):
         trainer(plugins=[MoECheckpointIO()]).test(Predicting(), loader(8), ckpt_path=tmp_path / "begun")
 
 

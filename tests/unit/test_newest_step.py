@@ -42,7 +42,7 @@ def test_it_passes_over_what_was_not_committed_or_is_damaged(tmp_path: Path, cap
     assert newest.directory in caplog.text
     for manifest in run.manifests.values():
         (tmp_path / manifest.directory / "MANIFEST.json").write_bytes(b"{")
-    with pytest.raises(NoCheckpointError, match=r"no manifest in .* can be read"):
+    with pytest.raises(NoCheckpointError, match=r"no checkpoint in .* is usable"):
         newest_step(tmp_path)
     for manifest in run.manifests.values():
         shutil.rmtree(tmp_path / manifest.directory)

@@ -22,7 +22,7 @@ from moe_ckpt.interop.export import export
 from moe_ckpt.interop.weights import load_weights
 from moe_ckpt.ledger import retention
 from moe_ckpt.ledger.retention import RetentionPolicy
-from moe_ckpt.reading import newest, reader
+from moe_ckpt.reading import reader
 from moe_ckpt.reading.reader import StoreReader, newest_good, open_step
 from moe_ckpt.reading.step_storage import MOST_LISTINGS
 from moe_ckpt.reading.verify import verify_steps
@@ -94,8 +94,7 @@ def remove(root: Path, directory: str, also: Collection[str] = ()) -> None:
 
 def open_as(monkeypatch: pytest.MonkeyPatch, storage: LiveStorage) -> LiveStorage:
     """Every reader of a path or URL gets this storage."""
-    for module in (reader, newest):
-        monkeypatch.setattr(module, "open_storage", lambda path: storage)
+    monkeypatch.setattr(reader, "open_storage", lambda path: storage)
     return storage
 
 

@@ -30,8 +30,7 @@ from moe_ckpt.interop.whole import WholeCheckpoint
 from moe_ckpt.modeling.state.param_groups import require_same_class
 from moe_ckpt.modeling.state.training_state import TorchTrainingState
 from moe_ckpt.ports import Communicator
-from moe_ckpt.reading.newest import dense_checkpoints, require_dense
-from moe_ckpt.reading.reader import StoreReader, locate, open_step
+from moe_ckpt.reading.reader import StoreReader, choose_dense, locate, open_step, require_dense
 from moe_ckpt.reading.step_storage import listed_again
 from moe_ckpt.reading.together import (
     DAMAGED,
@@ -161,17 +160,16 @@ def _load_first(
 
 def _dense(reader: StoreReader, fitting: bool) -> list[str]:
     """Returns the directories to try, newest first."""
-    candidates = dense_checkpoints(reader, _CANDIDATES)
-    newest, windows = candidates[0]
+    candidates, windows = choose_dense(reader, most=_CANDIDATES)
     if windows and fitting:
-        require_dense(reader.manifest(windows[0]))
+        require_dense(windows[0])
     if windows:
         log.warning(
             "%s is loaded; newer, but a sparse window without one state of all weights: %s",
-            newest.directory,
-            windows[0],
+            candidates[0].directory,
+            windows[0].directory,
         )
-    return [manifest.directory for manifest, _ in candidates]
+    return [manifest.directory for manifest in candidates]
 
 
 def load_from_checkpoint(module_class: type[Module], path: str | os.PathLike[str], **options: Any) -> Module:

@@ -25,8 +25,7 @@ from moe_ckpt.interop.whole import module_buffers
 from moe_ckpt.modeling.names import clean_name, tied_aliases
 from moe_ckpt.modeling.state import module_state
 from moe_ckpt.ports import Communicator, StateTensor, TensorMeta, TrainingState
-from moe_ckpt.reading.newest import newest_dense, require_dense
-from moe_ckpt.reading.reader import StoreReader, locate
+from moe_ckpt.reading.reader import StoreReader, check_checkpoint, choose_dense, locate, require_dense
 from moe_ckpt.reading.restore import box_of, needed_slices, verify_needed, weight_specs
 from moe_ckpt.reading.shared_reading import SharedReading, divide, load_slices
 from moe_ckpt.reading.step_storage import listed_again
@@ -175,8 +174,9 @@ def choose(path: str) -> tuple[str | None, str]:
                 "file (pickled files such as .ckpt, .pt and .bin are not read)"
             )
         return None, ""
-    manifest, windows = newest_dense(reader)
-    passed = f" (newer, but a sparse window without one state of all weights: {windows[0]})" if windows else ""
+    [manifest], windows = choose_dense(reader, lambda candidate: check_checkpoint(reader, candidate, slices=False))
+    window = windows[0].directory if windows else ""
+    passed = f" (newer, but a sparse window without one state of all weights: {window})" if windows else ""
     return manifest.directory, passed
 
 

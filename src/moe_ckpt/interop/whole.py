@@ -16,8 +16,7 @@ from moe_ckpt.errors import DamagedError
 from moe_ckpt.format.contents import made
 from moe_ckpt.format.manifest import Manifest, state_path
 from moe_ckpt.reading.index import split_key
-from moe_ckpt.reading.newest import require_dense
-from moe_ckpt.reading.reader import StoreReader
+from moe_ckpt.reading.reader import StoreReader, require_dense
 
 
 @dataclass(frozen=True)

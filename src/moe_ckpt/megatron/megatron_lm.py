@@ -57,7 +57,7 @@ from moe_ckpt.megatron.script import (
 )
 from moe_ckpt.notices import announce
 from moe_ckpt.policies.base import Policy
-from moe_ckpt.reading.newest import newest_step
+from moe_ckpt.reading.reader import newest_step
 from moe_ckpt.run.options import Options, OptionValues, make_options
 
 if TYPE_CHECKING:

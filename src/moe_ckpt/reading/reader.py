@@ -22,6 +22,7 @@ from moe_ckpt.errors import (
     NotFiniteError,
     StepRemovedError,
     StoreError,
+    sparse_window,
 )
 from moe_ckpt.format.contents import STATE_FILE, state_contents
 from moe_ckpt.format.dtypes import TORCH_DTYPES
@@ -335,27 +336,99 @@ def usable(
             yield manifest
 
 
-def newest_good(reader: StoreReader) -> Manifest | None:
-    """Returns the newest checkpoint that verifies, but for slices, or None when the store has none at all.
+def choose(
+    reader: StoreReader, check: Callable[[Manifest], object], *, most: int = 1, dense: bool = False
+) -> tuple[list[Manifest], list[Manifest]]:
+    """Returns the newest usable checkpoints, and the sparse windows that are newer still, each newest first.
+
+    Args:
+        reader: Of the store. Only manifests are read; damaged ones are skipped with a warning.
+        check: As of ``usable``.
+        most: How many.
+        dense: Sparse windows are no such checkpoints.
 
     Raises:
-        NoCheckpointError: There are checkpoints, but every one is damaged. (After None, the caller would start from
+        NoCheckpointError: There are checkpoints, but none is usable. (After nothing, the caller would start from
             nothing, and retention would delete what a person might still save.)
-        StepRemovedError: Of ``MOST_LISTINGS`` listings, in each the newest step was removed while it was read.
+        StepRemovedError: Of ``MOST_LISTINGS`` listings, in each a step was removed while it was read.
     """
     problems: list[str] = []
 
-    def newest() -> Manifest | None:
+    def listed() -> tuple[list[Manifest], list[Manifest]]:
         problems.clear()
-        return next(usable(reader, problems, lambda candidate: check_checkpoint(reader, candidate, slices=False)), None)
+        chosen, windows = list[Manifest](), list[Manifest]()
+        for manifest in usable(reader, problems, lambda one: (dense and one.window) or check(one)):
+            if not (dense and manifest.window):
+                chosen.append(manifest)
+            elif not chosen:
+                windows.append(manifest)
+            if len(chosen) == most:
+                break
+        return chosen, windows
 
-    manifest = listed_again(newest)
-    if manifest is None and problems:
+    chosen, windows = listed_again(listed)
+    if problems and not chosen:
         raise NoCheckpointError(
             f"no checkpoint in {reader.storage.root} is usable: {'; '.join(problems[:8])}. To start over, move the "
-            "directory away or give another dirpath."
+            "directory away or choose another dirpath."
         )
-    return manifest
+    return chosen, windows
+
+
+def newest_good(reader: StoreReader) -> Manifest | None:
+    """Returns the newest checkpoint that verifies, but for slices; None if the store has none. Raises as ``choose``."""
+    chosen, _ = choose(reader, lambda manifest: check_checkpoint(reader, manifest, slices=False))
+    return next(iter(chosen), None)
+
+
+def require_dense(manifest: Manifest) -> None:
+    """Raises ``UnsupportedError`` for a checkpoint that is a sparse window."""
+    if manifest.window:
+        raise sparse_window(manifest.directory, manifest.window[0].step, manifest.step)
+
+
+def choose_dense(
+    reader: StoreReader, check: Callable[[Manifest], object] = lambda manifest: None, *, most: int = 1
+) -> tuple[list[Manifest], list[Manifest]]:
+    """Returns at least one dense checkpoint, and windows, as ``choose``.
+
+    Raises:
+        UnsupportedError: There are only sparse windows.
+        NoCheckpointError: There are no checkpoints, or all dense ones are damaged.
+    """
+    chosen, windows = choose(reader, check, most=most, dense=True)
+    if windows and not chosen:
+        require_dense(windows[0])
+    if not chosen:
+        raise NoCheckpointError(f"the store {reader.storage.root} has no committed step yet")
+    return chosen, windows
+
+
+def newest_step(dirpath: str | os.PathLike[str]) -> int | None:
+    """Returns the newest step that a store has a checkpoint of, or None if it has none.
+
+    Reads names and one manifest (the next older one where that is damaged), no tensors; creates, locks and changes
+    nothing. For a launcher that must decide, before model and processes exist, whether there is anything to go on from.
+
+    Args:
+        dirpath: A store, or a directory or fsspec URL that may become one; it need not exist.
+
+    Returns:
+        The step, counted as training counts (iterations in Megatron). A sparse window counts as its last step, though
+        training goes on at its first one, and computes the others again.
+
+    Raises:
+        NoCheckpointError: There are checkpoints, but no manifest of them can be read: a run would not start either.
+        StoreError: The directory cannot be read, or belongs to something else.
+    """
+    reader = StoreReader(open_storage(os.fspath(dirpath)))
+    try:
+        chosen, _ = choose(reader, lambda manifest: None)
+    except OSError as error:
+        if isinstance(error, StoreError):
+            raise
+        raise StoreError(f"the store {reader.storage.root} cannot be read: {error}") from error
+    return chosen[0].step if chosen else None
 
 
 def open_step(path: str | os.PathLike[str]) -> tuple[StoreReader, Manifest]:

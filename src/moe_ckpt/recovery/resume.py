@@ -26,8 +26,7 @@ from moe_ckpt.ports import Communicator, StateTensor, TrainingState
 from moe_ckpt.reading.index import split_key
 from moe_ckpt.reading.memory.memory_checkpoints import MemoryCheckpoints, say_kept
 from moe_ckpt.reading.memory.memory_shares import checkpoints_of
-from moe_ckpt.reading.newest import require_dense
-from moe_ckpt.reading.reader import StoreReader
+from moe_ckpt.reading.reader import StoreReader, require_dense
 from moe_ckpt.reading.restore import require_fitting
 from moe_ckpt.reading.shared_reading import divide, load_slices
 from moe_ckpt.reading.step_storage import PATIENCE_SECS

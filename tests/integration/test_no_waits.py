@@ -18,7 +18,7 @@ from moe_ckpt.callbacks import fit as fit_module
 from moe_ckpt.comm.communicator import SoloCommunicator
 from moe_ckpt.gradient_log import capture
 from moe_ckpt.gradient_log.recording import RunLog
-from moe_ckpt.interop.lightning_dict import lightning_checkpoint
+from moe_ckpt.interop.whole import lightning_checkpoint
 from moe_ckpt.ledger.retention import RetentionPolicy
 from moe_ckpt.memory.options import Memory
 from moe_ckpt.modeling.moe import routing

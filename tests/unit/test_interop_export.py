@@ -16,8 +16,7 @@ import torch.distributed.checkpoint as dcp
 from moe_ckpt.errors import ConfigError, CoverageError, DamagedError, NoCheckpointError
 from moe_ckpt.interop.dcp import entries
 from moe_ckpt.interop.export import TARGETS, export
-from moe_ckpt.interop.lightning_dict import lightning_checkpoint
-from moe_ckpt.interop.whole import whole
+from moe_ckpt.interop.whole import lightning_checkpoint, whole
 from moe_ckpt.reading.reader import open_step
 from tests.support.store_builder import STACK, TinyRun, example, megatron_state
 

@@ -25,8 +25,7 @@ from moe_ckpt.comm.communicator import make_communicator
 from moe_ckpt.driver.host import loading_state
 from moe_ckpt.errors import ConfigError, NoCheckpointError
 from moe_ckpt.format.manifest import STORE_NAME, Manifest, parse_step_dir, state_path
-from moe_ckpt.interop.lightning_dict import lightning_dict, module_checkpoint, of_lightning
-from moe_ckpt.interop.whole import WholeCheckpoint
+from moe_ckpt.interop.whole import WholeCheckpoint, lightning_dict, module_checkpoint, of_lightning
 from moe_ckpt.modeling.state.param_groups import require_same_class
 from moe_ckpt.modeling.state.training_state import TorchTrainingState
 from moe_ckpt.ports import Communicator

@@ -26,7 +26,7 @@ from moe_ckpt.driver.host import loading_state, require_framework
 from moe_ckpt.errors import UnencodableStateError
 from moe_ckpt.format.schema import Schema, like, require
 from moe_ckpt.format.tree import encode_tree
-from moe_ckpt.interop.lightning_dict import MODEL_MARK, unmark
+from moe_ckpt.interop.whole import MODEL_MARK, unmark
 
 log = logging.getLogger("moe_ckpt")
 

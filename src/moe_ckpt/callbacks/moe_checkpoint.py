@@ -36,7 +36,7 @@ from moe_ckpt.driver.guests import SealingSurvivors
 from moe_ckpt.driver.run import CLOSE_SECS
 from moe_ckpt.driver.states import Moment
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.interop.lightning_dict import TOKENS_MARK
+from moe_ckpt.interop.whole import TOKENS_MARK
 from moe_ckpt.modeling.bucket_order import BUCKETS_KEY
 from moe_ckpt.policies.base import Policy
 from moe_ckpt.recovery.recovery_plan import RecoveryPlan

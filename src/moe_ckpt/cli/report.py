@@ -70,10 +70,11 @@ def _describe_step(reader: StoreReader, directory: str) -> dict[str, Any]:
 
 
 def _facts_of(manifest: Manifest, manifest_bytes: int) -> dict[str, Any]:
-    """Raises ``DamagedError``: its token counts cannot be read."""
-    tokens = _tokens(manifest)
+    book = TokenBook.from_dict(manifest.tokens, *manifest.model.grid)
+    unsaved = book.unsaved()
+    steps = {op: record.step for op, record in manifest.operators.items()}
     versions = [
-        [_version(manifest, expert_id(number, expert)) for expert in range(layer.experts)]
+        [steps.get(expert_id(number, expert)) for expert in range(layer.experts)]
         for number, layer in enumerate(manifest.model.layers)
     ]
     ages = [[None if v is None else manifest.step - v for v in row] for row in versions]
@@ -98,26 +99,6 @@ def _facts_of(manifest: Manifest, manifest_bytes: int) -> dict[str, Any]:
         "versions": versions,
         "ages_steps": ages,
         "oldest_age_steps": max((age for row in ages for age in row if age is not None), default=0),
-        **tokens,
-    }
-
-
-def _version(manifest: Manifest, operator: str) -> int | None:
-    record = manifest.operators.get(operator)
-    return None if record is None else record.step
-
-
-def _tokens(manifest: Manifest) -> dict[str, Any]:
-    layers = manifest.model.layers
-    book = TokenBook(len(layers), max((layer.experts for layer in layers), default=0))
-    if manifest.tokens:
-        try:
-            book = TokenBook.from_dict(manifest.tokens, book.layers, book.experts)
-        except (KeyError, TypeError, ValueError) as error:
-            path = f"{manifest.directory}/{MANIFEST_NAME}"
-            raise DamagedError(path, f"its token counts cannot be read ({error})", step=manifest.step) from error
-    unsaved = book.unsaved()
-    return {
         "unsaved_tokens": int(unsaved.sum()),
         "unsaved_per_expert": unsaved.tolist(),
         "routed_tokens": book.routed_tokens,

@@ -12,7 +12,7 @@ from moe_ckpt.driver.states import Moment
 from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.ports import GradientRecord
 from moe_ckpt.reading.memory.memory_checkpoints import MemoryCheckpoints
-from moe_ckpt.reading.memory.opened_memory import OpenedMemory
+from moe_ckpt.reading.memory.slot_storage import OpenedMemory
 from moe_ckpt.reading.reader import StoreReader
 from moe_ckpt.recovery.executing import AlongLog, Opener, Recovery, Restored
 from moe_ckpt.run.agreement import Deferred, StepTokens

@@ -24,7 +24,7 @@ from moe_ckpt.errors import SaveFailedError
 from moe_ckpt.format.manifest import Manifest, parse_step_dir
 from moe_ckpt.ports import Communicator, TrainingState, TransferGate
 from moe_ckpt.profiling import profilers
-from moe_ckpt.reading.memory.opened_memory import OpenedMemory
+from moe_ckpt.reading.memory.slot_storage import OpenedMemory
 from moe_ckpt.reading.reader import StoreReader
 from moe_ckpt.recovery.executing import AlongLog, Recovery, Restored, versions_of
 from moe_ckpt.recovery.replay import StepReplay

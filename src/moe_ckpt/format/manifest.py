@@ -171,6 +171,11 @@ class ModelRecord:
     def fragment(self) -> Fragment:
         return Fragment(asdict(self))
 
+    @property
+    def grid(self) -> tuple[int, int]:
+        """``(L, E)``: how many MoE layers, and the experts of the largest."""
+        return len(self.layers), max((layer.experts for layer in self.layers), default=0)
+
     def lacks(self, operator: str) -> bool:
         """Returns whether an operator of this id (``OPERATOR_ID``) cannot be one of the model."""
         kind, _, position = operator.partition("/")

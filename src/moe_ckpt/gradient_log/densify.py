@@ -25,7 +25,7 @@ from moe_ckpt.gradient_log.units import Device
 from moe_ckpt.notices import announce
 from moe_ckpt.ports import Communicator
 from moe_ckpt.reading.memory.memory_outside import MemoryOutside
-from moe_ckpt.reading.memory.opened_memory import OpenedMemory
+from moe_ckpt.reading.memory.slot_storage import OpenedMemory
 from moe_ckpt.reading.reader import StoreReader, check_checkpoint
 from moe_ckpt.reading.together import by_rank_zero, together
 from moe_ckpt.recovery.executing import plain_spans

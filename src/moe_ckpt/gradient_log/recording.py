@@ -23,7 +23,7 @@ from moe_ckpt.modeling.blocks import block_in
 from moe_ckpt.modeling.state.param_groups import class_name
 from moe_ckpt.policies.base import Policy, needs_of
 from moe_ckpt.ports import GradientRecord, StateTensor, StepGradients
-from moe_ckpt.reading.memory.opened_memory import OpenedMemory
+from moe_ckpt.reading.memory.slot_storage import OpenedMemory
 from moe_ckpt.recovery.executing import Recovery
 
 Attach = Callable[[GradientConsumer, torch.dtype | None], GradientCapture]

@@ -23,8 +23,7 @@ from moe_ckpt.ledger.coverage import Box
 from moe_ckpt.notices import announce
 from moe_ckpt.ports import TrainingState
 from moe_ckpt.reading.index import StoredSlice, homes_of
-from moe_ckpt.reading.memory.opened_memory import LoggedSnapshot, OpenedMemory
-from moe_ckpt.reading.memory.slot_storage import Span
+from moe_ckpt.reading.memory.slot_storage import LoggedSnapshot, OpenedMemory, Span
 from moe_ckpt.reading.restore import box_of, copy_slices, parameters_of, require_fitting
 from moe_ckpt.reading.slices import find_damage
 from moe_ckpt.reading.together import together

@@ -27,7 +27,7 @@ from moe_ckpt.gradient_log.replaying import PLAIN, LoggedSteps, LogReplayer, anc
 from moe_ckpt.gradient_log.units import Device, Unit, UnitBlock, UpdateLayout
 from moe_ckpt.ledger.coverage import Box
 from moe_ckpt.reading.index import StateKey, StoredSlice, homes_of, overlapping, split_key
-from moe_ckpt.reading.memory.opened_memory import OpenedMemory
+from moe_ckpt.reading.memory.slot_storage import OpenedMemory
 from moe_ckpt.reading.slices import block, find_damage
 from moe_ckpt.storage.base import Storage
 

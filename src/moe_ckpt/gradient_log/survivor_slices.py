@@ -19,7 +19,7 @@ from moe_ckpt.errors import CoverageError
 from moe_ckpt.ledger.coverage import Box, prove_cover
 from moe_ckpt.ports import Communicator, StateTensor, TrainingState
 from moe_ckpt.reading.index import StoredSlice, TensorIndex, homes_of, overlapping, split_key
-from moe_ckpt.reading.memory.opened_memory import OpenedMemory
+from moe_ckpt.reading.memory.slot_storage import OpenedMemory
 from moe_ckpt.reading.restore import held_parameters, parameters_of
 from moe_ckpt.recovery.recovery_plan import ABSENT, Inventory, RecoveryPlan, plan_recovery
 from moe_ckpt.recovery.sources import inventories_of

@@ -25,7 +25,7 @@ from moe_ckpt.ports import TrainingState
 from moe_ckpt.reading.index import StoredSlice
 from moe_ckpt.reading.memory.memory_checkpoints import MemoryCheckpoints
 from moe_ckpt.reading.memory.memory_shares import is_agreed
-from moe_ckpt.reading.memory.opened_memory import OpenedMemory
+from moe_ckpt.reading.memory.slot_storage import OpenedMemory
 from moe_ckpt.reading.reader import StoreReader
 from moe_ckpt.reading.restore import needed_slices, parameters_of
 from moe_ckpt.reading.shared_reading import SharedReading, divide

@@ -9,7 +9,7 @@ from moe_ckpt.format.manifest import Manifest, pruned
 from moe_ckpt.ledger.freshness import STALE
 from moe_ckpt.reading.memory.memory_checkpoints import SURVIVORS_SUFFIX, MemoryCheckpoints
 from moe_ckpt.reading.memory.memory_shares import MemoryCheckpoint, Share, checkpoints_of
-from moe_ckpt.reading.memory.opened_memory import OpenedMemory
+from moe_ckpt.reading.memory.slot_storage import OpenedMemory
 from moe_ckpt.reading.memory.slot_views import LaidSnapshots, SnapshotFacts
 from moe_ckpt.reading.reader import StoreReader
 

@@ -17,8 +17,7 @@ from moe_ckpt.notices import announce
 from moe_ckpt.ports import Communicator, TrainingState
 from moe_ckpt.reading.index import StoredSlice
 from moe_ckpt.reading.memory.memory_shares import LeftBehind
-from moe_ckpt.reading.memory.opened_memory import OpenedMemory
-from moe_ckpt.reading.memory.slot_storage import Span
+from moe_ckpt.reading.memory.slot_storage import OpenedMemory, Span
 from moe_ckpt.reading.reader import StoreReader
 from moe_ckpt.reading.restore import needed_slices, parameters_of, require_fitting
 from moe_ckpt.reading.together import NotUsableError, together, together_and_most

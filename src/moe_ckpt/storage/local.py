@@ -109,7 +109,7 @@ class LocalStorage:
     ) -> None:
         self._access = ACCESS[access]
         self.root = os.path.realpath(os.path.expanduser(root))
-        self._on_phase: Callable[[str], None] = on_phase or _no_phase
+        self._on_phase: Callable[[str], None] = on_phase or (lambda phase: None)
         self._durable: str | None = None
 
     def __repr__(self) -> str:
@@ -125,7 +125,7 @@ class LocalStorage:
         try:
             self._make_directory(self.root)
             try:
-                _create(temporary, [b"moe_ckpt"], _no_phase, self._access)
+                _create(temporary, [b"moe_ckpt"], self._access)
             finally:
                 _unlink(temporary)
         except OSError as error:
@@ -151,7 +151,7 @@ class LocalStorage:
             raise FileExistsError(errno.EEXIST, "a checkpoint file is never overwritten", target)
         temporary = os.path.join(directory, _temporary_name(name))
         try:
-            nbytes = _create(temporary, chunks, self._on_phase, self._access)
+            nbytes = _create(temporary, chunks, self._access, self._on_phase)
             self._on_phase("rename")
             _publish(temporary, target)
         finally:
@@ -285,7 +285,7 @@ def replace_file(path: str | os.PathLike[str], data: Chunk) -> None:
     make_directories(directory)
     temporary = os.path.join(directory, _temporary_name(name))
     try:
-        _create(temporary, [data], _no_phase, PRIVATE)
+        _create(temporary, [data], PRIVATE)
         os.replace(temporary, os.path.join(directory, name))
     finally:
         _unlink(temporary)
@@ -373,7 +373,9 @@ def make_directories(directory: str, access: Access = PRIVATE) -> list[str]:
     return created
 
 
-def _create(path: str, chunks: Iterable[Chunk], on_phase: Callable[[str], None], access: Access) -> int:
+def _create(
+    path: str, chunks: Iterable[Chunk], access: Access, on_phase: Callable[[str], None] = lambda phase: None
+) -> int:
     """Create the file, write, sync and close it; returns its size in bytes. The caller cleans up."""
     on_phase("write")
     descriptor = access.create(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -443,10 +445,6 @@ def _unlink(path: str) -> None:
 def _require_regular(path: str, status: os.stat_result) -> None:
     if not stat.S_ISREG(status.st_mode):
         raise DamagedError(path, f"is not a regular file ({stat.filemode(status.st_mode)})")
-
-
-def _no_phase(phase: str) -> None:
-    """Nobody listens."""
 
 
 def why_unwritable(path: str | os.PathLike[str], error: OSError) -> str:

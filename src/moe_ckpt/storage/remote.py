@@ -34,7 +34,7 @@ class RemoteStorage:
 
     def __init__(self, url: str, on_phase: Callable[[str], None] | None = None, **storage_options: Any) -> None:
         self.root = url.rstrip("/")
-        self._on_phase = on_phase or _no_phase
+        self._on_phase = on_phase or (lambda phase: None)
         self._fs, self._base = _open_file_system(self.root, storage_options)
 
     def __repr__(self) -> str:
@@ -149,7 +149,3 @@ def _open_file_system(url: str, storage_options: dict[str, Any]) -> tuple[Any, s
             f"the store {url!r} cannot be opened: {error}. Give a directory, or a URL whose protocol fsspec knows."
         ) from error
     return file_system, str(base).rstrip("/")
-
-
-def _no_phase(phase: str) -> None:
-    """Nobody listens."""

@@ -21,7 +21,6 @@ from moe_ckpt.core.user_text import name_ranks
 from moe_ckpt.errors import CoverageError, DamagedError, OtherLayoutError, RecoveryLoopError, StepRemovedError
 from moe_ckpt.format.manifest import (
     Manifest,
-    ModelRecord,
     OperatorRecord,
     SlotRecord,
     age_of,
@@ -49,8 +48,7 @@ from moe_ckpt.reading.memory.memory_shares import (
     without,
     without_log,
 )
-from moe_ckpt.reading.memory.opened_memory import LoggedSnapshot, OpenedMemory, RankMemory
-from moe_ckpt.reading.memory.slot_storage import SlotFile, SlotStorage
+from moe_ckpt.reading.memory.slot_storage import LoggedSnapshot, OpenedMemory, RankMemory, SlotFile, SlotStorage
 from moe_ckpt.reading.memory.slot_views import (
     LaidSnapshots,
     Layer,
@@ -406,7 +404,7 @@ class MemoryCheckpoints:
         parts = []
         for (snapshot, gradients), facts in zip(checkpoint.with_gradients(), described, strict=True):
             step = next(iter(snapshot.values()))[0].step
-            facts.require_shape(step, _grid(self._tier.model))
+            facts.require_shape(step, self._tier.model.grid)
             part = SlotFiles(step_dir(step, checkpoint.generation) + ending, step)
             for writer, shares in sorted(snapshot.items()):
                 full = [share for share in shares if share.sent == fullest(shares).sent]
@@ -473,7 +471,7 @@ class MemoryCheckpoints:
         beneath: Manifest | None,
     ) -> Manifest:
         """The manifest of a checkpoint, which lacks its files and the ranks' states."""
-        book = TokenBook.from_dict({} if beneath is None else beneath.tokens, *_grid(self._tier.model))
+        book = TokenBook.from_dict({} if beneath is None else beneath.tokens, *self._tier.model.grid)
         if facts.lost is not None and len(book.faults) < len(facts.faults):  # else it was written after all of them
             book.saved[Tier.STORAGE] = book.saved[Tier.STORAGE] + facts.lost.reshape(book.applied.shape)
         book.applied = facts.applied.reshape(book.applied.shape).copy()
@@ -514,11 +512,6 @@ class MemoryCheckpoints:
         for entry in (stored.entry for stored in part.slices() if stored.entry.operator in operators):
             boxes_of.setdefault(entry.operator, []).append((entry.key, entry.box))
         return frozenset(op for op, boxes in boxes_of.items() if _covers(op, blocks[op], boxes))
-
-
-def _grid(model: ModelRecord) -> tuple[int, int]:
-    """(layers, experts of the largest)."""
-    return len(model.layers), max((layer.experts for layer in model.layers), default=0)
 
 
 def _covers(operator: str, needed: Mapping[str, Sequence[Box]], stored: Sequence[tuple[str, Box]]) -> bool:

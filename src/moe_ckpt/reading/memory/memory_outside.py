@@ -37,7 +37,7 @@ from moe_ckpt.memory.left_slots import LeftSlots
 from moe_ckpt.memory.slot import Slot
 from moe_ckpt.reading.memory.memory_checkpoints import MemoryCheckpoints
 from moe_ckpt.reading.memory.memory_shares import MemoryCheckpoint, checkpoints_of, snapshots_of, without
-from moe_ckpt.reading.memory.opened_memory import OpenedMemory
+from moe_ckpt.reading.memory.slot_storage import OpenedMemory
 from moe_ckpt.reading.reader import StoreReader, check_checkpoint
 from moe_ckpt.reading.slices import find_damage
 
@@ -47,7 +47,7 @@ _SHOWN = 4
 
 
 class _Memory:
-    """``opened_memory.RankMemory`` of everything that was found."""
+    """``slot_storage.RankMemory`` of everything that was found."""
 
     node, root = "", ""
     complete_step: int | None = None

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moe_ckpt.core.operators import EXPERT
 from moe_ckpt.core.step import Contents, Facts
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.errors import DamagedError
@@ -33,12 +32,6 @@ from moe_ckpt.reading.memory.memory_shares import MemoryCheckpoint, Share
 from moe_ckpt.reading.memory.slot_storage import STATE as STATE_FILE
 from moe_ckpt.reading.memory.slot_storage import SlotFile
 from moe_ckpt.slices.compiling import GRADIENTS, HOST_ONLY
-
-
-def place_of(operator: str) -> tuple[int, int]:
-    """Returns (layer, expert) of the id of an expert."""
-    layer, expert = operator.removeprefix(EXPERT).split("/")
-    return int(layer), int(expert)
 
 
 @dataclass(frozen=True, eq=False)
@@ -263,7 +256,7 @@ class LaidSnapshots:
     def __init__(self, files: list[FileRecord], operators: dict[str, OperatorRecord]) -> None:
         self.files, self.operators = files, operators
         self.slots: dict[str, SlotFile] = {}
-        self.fresh: dict[str, int] = {}
+        self.fresh: dict[str, Counts] = {}
 
     def older_than(self, step: int) -> frozenset[str]:
         """Operators that the view has in a version before ``step``."""
@@ -294,19 +287,14 @@ class LaidSnapshots:
         laid = {op: OperatorRecord(part.step, numbers.get(kind_of(op), ())) for op in stored or ()}
         laid |= {op: OperatorRecord(part.step, numbers[HOST_ONLY]) for op in host_only}
         self.operators |= laid
-        applied = facts.require_facts(part.step).applied.tolist() if laid else []
-        for op in laid:
-            layer, expert = place_of(op) if op.startswith(EXPERT) else (-1, -1)
-            self.fresh[op] = 0 if layer < 0 else applied[layer][expert]
+        if laid:
+            self.fresh |= dict.fromkeys(laid, facts.require_facts(part.step).applied)
 
     def brought_to(self, contents: Contents, facts: Facts) -> frozenset[str]:
         """Returns the operators whose anchors are brought to one step, by gradients or by a replay, and so become as of
         that one."""
-        gradients, applied = contents.gradients, facts.applied.tolist()
-        brought = frozenset(gradients or self.operators.keys() - set(contents.full))
-        for op in self.operators if not gradients else brought:
-            layer, expert = place_of(op) if op.startswith(EXPERT) else (-1, -1)
-            self.fresh[op] = 0 if layer < 0 else applied[layer][expert]
+        brought = frozenset(contents.gradients or self.operators.keys() - set(contents.full))
+        self.fresh |= dict.fromkeys(brought if contents.gradients else self.operators, facts.applied)
         return brought
 
     def slots_of(self, manifest: Manifest) -> dict[str, SlotFile]:

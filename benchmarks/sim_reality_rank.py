@@ -22,8 +22,7 @@ import torch
 
 from benchmarks.bubbles_rank import Stage, run_config
 from moe_ckpt import Memory, policies
-from moe_ckpt.localized.answers import Received
-from moe_ckpt.localized.exchange import LogExchange
+from moe_ckpt.localized.exchange import LogExchange, Received
 from moe_ckpt.localized.recording import UpstreamLog
 from moe_ckpt.run.events import StepRecord
 from recipes.gpt_moe_megatron.config import ParallelConfig, RunConfig

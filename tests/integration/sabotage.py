@@ -23,7 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from moe_ckpt.boost.life import Boosting
 from moe_ckpt.callbacks import host
-from moe_ckpt.gradient_log import optimizers, returning, shares
+from moe_ckpt.gradient_log import densify, optimizers, returning
 from moe_ckpt.gradient_log import replaying as log_replaying
 from moe_ckpt.gradient_log.recording import RunLog
 from moe_ckpt.gradient_log.replaying import LogReplayer
@@ -259,13 +259,13 @@ def _rounded_in_the_log_only() -> None:
 
 def _killed_while_a_log_is_made_dense() -> None:
     """After the first share is on storage."""
-    write = shares.write_made_share
+    write = densify.write_made_share
 
     def deadly(*args: Any) -> None:
         write(*args)
         kill_process()
 
-    shares.write_made_share = deadly
+    densify.write_made_share = deadly
 
 
 def _update_fails() -> None:

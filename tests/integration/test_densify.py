@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from moe_ckpt.cli.main import main
-from moe_ckpt.gradient_log import replaying, shares
+from moe_ckpt.gradient_log import densify as densifying
+from moe_ckpt.gradient_log import replaying
 from moe_ckpt.gradient_log.units import Device
 from moe_ckpt.ledger.retention import RetentionPolicy
 from moe_ckpt.reading.reader import StoreReader, check_checkpoint
@@ -250,13 +251,13 @@ def test_whoever_may_read_the_runs_files_may_read_what_is_made(place):  # noqa: 
 def test_a_full_store_is_left_as_it_was(place, capsys, monkeypatch):  # noqa: F811
     run = killed(logged(LOG, place))
     before = sorted(path.name for path in Path(run.store).iterdir())
-    write = shares.write_made_share
+    write = densifying.write_made_share
 
     def full(storage, *arguments):
         write(storage, *arguments)
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(shares, "write_made_share", full)
+    monkeypatch.setattr(densifying, "write_made_share", full)
     assert densify(run) == 2
     assert "No space left on device" in capsys.readouterr().err
     assert sorted(path.name for path in Path(run.store).iterdir()) == before

@@ -7,11 +7,18 @@ import torch
 from torch import nn
 
 from moe_ckpt.gradient_log import edits
-from moe_ckpt.gradient_log.capture import GradientCapture
+from moe_ckpt.gradient_log.capture import GradientCapture, GradientConsumer
 from moe_ckpt.gradient_log.edits import EditWatch
-from moe_ckpt.gradient_log.recording import Ignored
 from moe_ckpt.gradient_log.units import whole_unit
 from moe_ckpt.ledger.coverage import Box
+
+
+class Unread(GradientConsumer):
+    def consume(self, gradients):
+        pass
+
+    def release(self):
+        pass
 
 
 class Training:
@@ -28,7 +35,7 @@ class Training:
             return whole_unit(names[id(tensor)], number, group, tensor, Box((0, 0), (3, 4)))
 
         self.watch = EditWatch(self.optimizers, ())
-        self.watch.begin(GradientCapture(self.optimizers, describe, Ignored()))
+        self.watch.begin(GradientCapture(self.optimizers, describe, Unread()))
 
     def update(self, numbers=(0, 1)):
         for at, number in enumerate(numbers):

@@ -15,8 +15,7 @@ from moe_ckpt.core.step import Facts
 from moe_ckpt.core.tokens import TokenBook
 from moe_ckpt.errors import PeerLostError
 from moe_ckpt.format.manifest import Manifest, ModelRecord
-from moe_ckpt.localized.attempt import LocalPart, Rejoining, with_tokens
-from moe_ckpt.localized.kept_state import KeptState
+from moe_ckpt.localized.attempt import KeptState, LocalPart, Rejoining, with_tokens
 from moe_ckpt.localized.segments import LocalRecovery, Segment, local_recoveries
 from moe_ckpt.policies import Dense
 from moe_ckpt.reading.memory.memory_shares import Share, is_agreed

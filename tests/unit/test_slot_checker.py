@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -45,7 +44,7 @@ def flipped(slot: FoundSlot) -> FoundSlot:
 def test_every_bit_counts(tmp_path):
     good, bad = found(tmp_path, 3), flipped(found(tmp_path, 4))
     checker = SlotChecker([bad, good])
-    retry_until(lambda: not any(each.name == "moe_ckpt-check" for each in threading.enumerate()))
+    retry_until(lambda: all(check.done() for check in checker._checks.values()))
     assert [checker.is_sound(each) for each in (bad, good)] == [False, True]
     checker.close()
 
@@ -120,7 +119,7 @@ def test_a_return_reads_no_slice_again_that_was_found_sound(where, tmp_path, mon
     plain = SlotChecker.is_sound
 
     def awaited(self, slot):
-        retry_until(lambda: slot not in self._todo)  # the thread may not have begun with it
+        retry_until(lambda: slot not in self._checks or self._checks[slot].done())  # it may not have begun
         return plain(self, slot)
 
     nodes = make_nodes(tmp_path, 2)

@@ -20,9 +20,8 @@ from moe_ckpt.comm.communicator import GlooCommunicator, SoloCommunicator
 from moe_ckpt.errors import ConfigError, DamagedError, PeerLostError, ReplayDivergedError
 from moe_ckpt.format.sealed import seal
 from moe_ckpt.localized import exchange
-from moe_ckpt.localized.answers import Answers, is_for
 from moe_ckpt.localized.boundary import Boundary
-from moe_ckpt.localized.exchange import KeptLogs, LogExchange
+from moe_ckpt.localized.exchange import Answers, KeptLogs, LogExchange, is_for
 from moe_ckpt.localized.log_files import SEND, Channel, LogHeader, Message, decode_log, encode_log, sealed_logs
 from moe_ckpt.localized.recording import UpstreamLog
 from moe_ckpt.localized.segments import LocalRecovery

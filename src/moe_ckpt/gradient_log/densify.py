@@ -1,25 +1,44 @@
 """Makes a dense checkpoint of a step of a gradient log: by one process, when all ranks of the run have ended, or by the
 ranks of a run together, which then goes on from it: they, or their layout, are others than those that wrote the log.
 
-The ranks of a run share out those of the log. Each makes the shares of its ones by optimizers without a model, writes
-them to storage, and rank 0 commits.
+The ranks of a run share out those of the log. Each makes the shares of its ones by optimizers without a model
+(``gradient_log.shares``), writes them to storage, and rank 0 commits when all have written theirs.
 """
 
 from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+import xxhash
 
 from moe_ckpt.commit.keeping import StoreContents
-from moe_ckpt.errors import CoverageError, NoCheckpointError, StoreInUseError, UnsupportedError
-from moe_ckpt.format.manifest import Manifest, group_of
-from moe_ckpt.gradient_log.made_dense import WrittenShare, commit_made
+from moe_ckpt.core.step import Tier
+from moe_ckpt.errors import CoverageError, NoCheckpointError, NotFiniteError, StoreInUseError, UnsupportedError
+from moe_ckpt.format.finite import all_finite, judged_in
+from moe_ckpt.format.manifest import (
+    KINDS,
+    MANIFEST_NAME,
+    FileRecord,
+    Manifest,
+    PartRecord,
+    StateRecord,
+    encode_part,
+    file_row,
+    group_of,
+    kind_of,
+    shard_path,
+    state_path,
+    state_row,
+)
+from moe_ckpt.format.sealed import Fragment, digest, unseal
+from moe_ckpt.format.shard import ShardHeader, SliceEntry, encode_header, lay_out
 from moe_ckpt.gradient_log.shares import Densifier
 from moe_ckpt.gradient_log.units import Device
 from moe_ckpt.notices import announce
@@ -29,6 +48,7 @@ from moe_ckpt.reading.memory.slot_storage import OpenedMemory
 from moe_ckpt.reading.reader import StoreReader, check_checkpoint
 from moe_ckpt.reading.together import by_rank_zero, together
 from moe_ckpt.recovery.executing import plain_spans
+from moe_ckpt.slices.writing import write_named
 from moe_ckpt.storage.base import Storage
 from moe_ckpt.storage.lock import StoreLock
 
@@ -37,6 +57,19 @@ Tell = Callable[[float, float, str], None]
 """(bytes done, of how many, what is done now) -> None."""
 
 _AT_WORK = "What a run has in memory is made dense when the run has ended: stop it first, or wait until it has."
+
+
+class WrittenShare(NamedTuple):
+    """One rank's share of a checkpoint, on storage.
+
+    Attributes:
+        files, state: Rows of its files and of its state, as they will be in the part document.
+        nbytes: Of all of it.
+    """
+
+    files: bytes
+    state: bytes
+    nbytes: int
 
 
 @dataclass(frozen=True)
@@ -95,7 +128,7 @@ def densify(
         NoCheckpointError: The step cannot be made; says which operators lack which steps. Or the store has it.
         StoreInUseError, StoreError: A process of the run is alive.
         StoreUnwritableError: The store is full, or cannot be written.
-        CoverageError, UnsupportedError, ReplayDivergedError: As ``Densifier.write``.
+        CoverageError, UnsupportedError, ReplayDivergedError: As ``Densifier.made``.
     """
     # A name of its own: who has the same name takes over a lease at once.
     lock = StoreLock(storage, f"moe-ckpt densify {secrets.token_hex(4)}")
@@ -155,8 +188,8 @@ def _write(storage: Storage, lock: StoreLock, densifier: Densifier, device: torc
     try:
         here = Device.of(device)
         for rank in ranks:
-            share = densifier.write(storage, rank, device, report)
-            rows.append(share.rows)
+            share = _write_share(storage, densifier, rank, device, report)
+            rows.append((share.files, share.state))
             nbytes += share.nbytes
     finally:
         torch.set_num_threads(before)
@@ -209,10 +242,11 @@ def densify_together(
         )
 
     def write() -> dict[int, WrittenShare]:
-        return {rank: maker.write(storage, rank, maker.device()) for rank in mine}
+        return {rank: _write_share(storage, maker, rank, maker.device(), lambda nbytes, what: None) for rank in mine}
 
     written = together(comm, lambda: _usable(manifest, write))
-    payload = json.dumps({rank: [row.decode() for row in share.rows] for rank, share in written.items()}).encode()
+    mine_written = {rank: (share.files.decode(), share.state.decode()) for rank, share in written.items()}
+    payload = json.dumps(mine_written).encode()
     rows = {int(rank): facts for raw in comm.everyone(payload) for rank, facts in json.loads(raw).items()}
     shares = [(rows[rank][0].encode(), rows[rank][1].encode()) for rank in range(manifest.world_size)]
 
@@ -228,3 +262,94 @@ def _usable(manifest: Manifest, make: Callable[[], _Made]) -> _Made:
         return make()
     except (NoCheckpointError, UnsupportedError) as error:
         raise CoverageError(f"making {manifest.directory} dense", (str(error),)) from error
+
+
+def _write_share(
+    storage: Storage, maker: Densifier, rank: int, device: torch.device, tell: Callable[[int, str], None]
+) -> WrittenShare:
+    """Makes and writes a rank's share of the checkpoint, which exists once ``commit_made`` was called with all."""
+    slices, state = maker.made(rank, device, tell)
+    return write_made_share(storage, maker.manifest, rank, slices, state)
+
+
+def write_made_share(
+    storage: Storage, of: Manifest, rank: int, slices: Sequence[tuple[SliceEntry, torch.Tensor]], state: bytes
+) -> WrittenShare:
+    """Writes the shards and the state file of a rank.
+
+    Args:
+        storage: Of the store.
+        of: The checkpoint: its run, step and generation.
+        rank: Whose share it is.
+        slices: With their bytes, ``[nbytes]`` uint8 on the host; places and checksums are set here.
+        state: The bytes of the state file.
+
+    Raises:
+        OSError: They cannot be written.
+        NotFiniteError: There is NaN or infinity in them.
+    """
+    spoiled = (entry.key for entry, data in slices if entry.operator and not all_finite(data.numpy().data, entry.dtype))
+    judged = judged_in(unseal(state, state_path(of.directory, rank))["state"])
+    first = next(filter(judged, spoiled), "")
+    if first:
+        raise NotFiniteError(of.directory, f"{first} on rank {rank}")
+    by_kind: dict[str, list[tuple[SliceEntry, torch.Tensor]]] = {kind: [] for kind in KINDS}
+    for entry, data in slices:
+        by_kind[kind_of(entry.operator)].append((entry, data))
+    files = tuple(
+        _write_shard(storage, of, rank, kind, shard_slices) for kind, shard_slices in by_kind.items() if shard_slices
+    )
+    path = state_path(of.directory, rank)
+    write_named(storage, path, [state])
+    rows = b"".join(map(file_row, files)), state_row(StateRecord(path, len(state), digest(state), rank))
+    return WrittenShare(*rows, len(state) + sum(file.nbytes for file in files))
+
+
+def _write_shard(
+    storage: Storage, of: Manifest, rank: int, kind: str, slices: Sequence[tuple[SliceEntry, torch.Tensor]]
+) -> FileRecord:
+    data = {entry.name: values.numpy().data for entry, values in slices}
+    placed = lay_out([entry for entry, _ in slices])
+    entries = tuple(replace(entry, checksum=xxhash.xxh3_64_intdigest(data[entry.name])) for entry in placed)
+    header = encode_header(ShardHeader(of.run_id, of.step, of.generation, rank, entries))
+    path = shard_path(of.directory, rank, kind)
+    nbytes = write_named(storage, path, [header, *(data[entry.name] for entry in entries)])
+    return FileRecord(path, nbytes, len(header), digest(header), of.step, rank)
+
+
+def commit_made(storage: Storage, of: Manifest, shares: Sequence[tuple[bytes, bytes]], parent: str | None) -> Manifest:
+    """Writes part and manifest: when it returns, the checkpoint exists.
+
+    Args:
+        storage: Of the store.
+        of: The checkpoint, in which every operator is as of its step.
+        shares: Of all its ranks: rows of files and of the state.
+        parent: As ``Manifest.parent``.
+
+    Raises:
+        OSError: They cannot be written.
+    """
+    files, states = (b"".join(rows) for rows in zip(*shares, strict=True))
+    operators = Fragment(sorted(of.operators))
+    record, raw = encode_part(
+        of.run_id, of.step, of.generation, of.world_size, files=files, states=states, operators=operators
+    )
+    write_named(storage, record.path, [raw])
+    manifest = replace(
+        of,
+        created_unix_secs=time.time(),
+        parent=parent,
+        files=(),
+        operators={},
+        states=(),
+        window=(),
+        tokens=_all_saved(of.tokens),
+        parts=(PartRecord(record.directory, record.nbytes, record.digest),),
+    )
+    write_named(storage, f"{manifest.directory}/{MANIFEST_NAME}", [manifest.encode()])
+    return manifest
+
+
+def _all_saved(tokens: Mapping[str, Any]) -> dict[str, Any]:
+    """Every expert is stored as it was after the step."""
+    return {**tokens, "saved": {Tier.STORAGE.value: tokens["applied"]}} if tokens else {}

@@ -66,7 +66,7 @@ class RunLog(GradientConsumer, GradientRecord):
     ) -> None:
         needs = needs_of(policy)
         if needs.gradients:
-            attach(Ignored(), None).close()  # whatever is refused, is refused before training
+            attach(self, None).close()  # whatever is refused, is refused before training
         self._attach, self._finish = attach, finish
         self._optimizers = tuple(optimizers)
         self._release = release
@@ -112,7 +112,7 @@ class RunLog(GradientConsumer, GradientRecord):
 
     def _replay(self) -> OptimizerReplay:
         """Returns the optimizers to step. Of the capture, closed before they do, only units are asked."""
-        capture = self._attach(Ignored(), None)
+        capture = self._attach(self, None)
         try:
             return OptimizerReplay(self._optimizers, capture.units(), capture.tensors())
         finally:
@@ -263,16 +263,6 @@ _MOST_LISTS = 64
 def _groups_of(capture: GradientCapture) -> dict[tuple[int, str], int]:
     """(optimizer, name of a unit) -> number of its param group."""
     return {(unit.optimizer, unit.name): unit.group for unit in capture.units()}
-
-
-class Ignored(GradientConsumer):
-    """Ignores updates."""
-
-    def consume(self, gradients: ConsumedGradients) -> None:
-        pass
-
-    def release(self) -> None:
-        pass
 
 
 def _gradient(

@@ -14,7 +14,6 @@ from moe_ckpt.errors import ConfigError, CoverageError, ReplayDivergedError
 from moe_ckpt.format.manifest import Manifest, state_path
 from moe_ckpt.format.shard import GRADIENT as KEY
 from moe_ckpt.gradient_log.optimizers import GRADIENT, OptimizerReplay, TensorBlock, Update
-from moe_ckpt.gradient_log.survivor_slices import NOTHING, SurvivorSlices
 from moe_ckpt.gradient_log.units import UpdateLayout
 from moe_ckpt.ledger.coverage import Box
 from moe_ckpt.modeling.state.param_groups import IMPLEMENTATION_FLAGS
@@ -328,11 +327,9 @@ def plain_of(reader: StoreReader, snapshot: Manifest, rank: int) -> Mapping[str,
     return plain
 
 
-def anchors_of(manifest: Manifest, chained: Collection[str], survivors: SurvivorSlices = NOTHING) -> dict[str, int]:
-    """Returns operator -> the step at which it is loaded: what is not ``chained`` last, whatever step it is as of, and
-    so what is taken from survivors."""
-    steps = {op: record.step if op in chained else manifest.step for op, record in manifest.operators.items()}
-    return steps | dict.fromkeys(survivors.operators, manifest.step)
+def anchors_of(manifest: Manifest, chained: Collection[str]) -> dict[str, int]:
+    """Returns operator -> the step at which it is loaded: what is not ``chained`` last, whatever step it is as of."""
+    return {op: record.step if op in chained else manifest.step for op, record in manifest.operators.items()}
 
 
 def _updated_by(key: str) -> tuple[int, str]:

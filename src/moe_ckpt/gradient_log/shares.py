@@ -20,8 +20,8 @@ from moe_ckpt.core.operators import Span
 from moe_ckpt.errors import CoverageError, NoCheckpointError
 from moe_ckpt.format.dtypes import TORCH_DTYPES
 from moe_ckpt.format.manifest import state_path
+from moe_ckpt.format.sealed import seal, unseal
 from moe_ckpt.format.shard import SliceEntry
-from moe_ckpt.gradient_log.made_dense import WrittenShare, state_without, write_made_share
 from moe_ckpt.gradient_log.optimizers import WEIGHT, OptimizerKind, TensorBlock, detached
 from moe_ckpt.gradient_log.replaying import PLAIN, LoggedSteps, LogReplayer, anchors_of, plain_of
 from moe_ckpt.gradient_log.units import Device, Unit, UnitBlock, UpdateLayout
@@ -29,7 +29,6 @@ from moe_ckpt.ledger.coverage import Box
 from moe_ckpt.reading.index import StateKey, StoredSlice, homes_of, overlapping, split_key
 from moe_ckpt.reading.memory.slot_storage import OpenedMemory
 from moe_ckpt.reading.slices import block, find_damage
-from moe_ckpt.storage.base import Storage
 
 _MODEL = "model/"
 Tell = Callable[[int, str], None]
@@ -265,23 +264,15 @@ class Densifier:
         for rank in ranks:
             yield from self._rank(rank).inputs
 
-    def write(
-        self,
-        storage: Storage,
-        rank: int,
-        device: torch.device | str,
-        tell: Tell = lambda nbytes, what: None,
-    ) -> WrittenShare:
-        """Makes and writes a rank's share of the checkpoint, which exists once ``commit_made`` was called with all.
+    def made(self, rank: int, device: torch.device, tell: Tell) -> tuple[list[tuple[SliceEntry, torch.Tensor]], bytes]:
+        """Makes a rank's share of the checkpoint. Returns its slices, without place and checksum, and its state file.
 
         Args:
-            storage: Of the store.
             rank: Of those that wrote the log.
             device: To step on.
             tell: Told of progress.
 
         Raises:
-            OSError: It cannot be written.
             CoverageError, UnsupportedError, ReplayDivergedError: As ``RankShare.made``.
         """
         slices = self._rank(rank).made(device, tell)
@@ -290,8 +281,9 @@ class Densifier:
         plain = [stored for key, stored in side.items() if not key.startswith(f"{prefix}{PLAIN}/")]
         slices += [(unplaced(stored.entry), bytes_of(values)) for stored, values in self._reader.read_many(plain)]
         path = state_path(self.manifest.directory, rank)
-        state = state_without(self._reader.storage.read(path), PLAIN, path)
-        return write_made_share(storage, self.manifest, rank, slices, state)
+        body: dict[str, Any] = unseal(self._reader.storage.read(path), path)
+        state = {name: value for name, value in body["state"].items() if name != PLAIN}
+        return slices, seal({**body, "state": state})
 
     @property
     def parent(self) -> str | None:

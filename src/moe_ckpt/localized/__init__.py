@@ -2,5 +2,5 @@
 
 What crosses the boundaries of stages is kept by its senders: ``interception`` sees it, ``recording`` keeps it. A rank
 that goes back gets from these logs what its neighbours sent and what groups with them agreed on (MoEvement, section
-3.4): ``exchange`` brings it, ``answers`` gives it.
+3.4) by ``exchange``.
 """

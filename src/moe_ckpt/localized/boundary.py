@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 import torch
 
 from moe_ckpt.errors import ReplayDivergedError
-from moe_ckpt.localized.answers import Answers
+from moe_ckpt.localized.exchange import Answers
 from moe_ckpt.localized.log_files import Channel
 from moe_ckpt.localized.recording import UpstreamLog
 from moe_ckpt.stopwatch import Stopwatch, timed

@@ -5,17 +5,18 @@ They are compared with their checksums while the ranks of a new life still wait 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
+from concurrent.futures import Future
 
 import torch
 import xxhash
 
 from moe_ckpt.format.slot import GRADIENTS, STATE
 from moe_ckpt.memory.files import FoundSlot, newest_first
-from moe_ckpt.threads import ThreadName, named_thread
+from moe_ckpt.threads import ThreadName, named_pool
 
 log = logging.getLogger("moe_ckpt")
 
@@ -34,75 +35,50 @@ class SlotChecker:
         slots: In this order. They belong to somebody else, and may go at any time.
     """
 
-    def __init__(self, slots: Iterable[FoundSlot]) -> None:
-        self._todo = deque(slots)
-        self._sound: set[FoundSlot] = set()
-        self._current: FoundSlot | None = None
-        self._changed = threading.Condition()
-        self._thread: threading.Thread | None = None
-        if self._todo:
-            thread = named_thread(ThreadName.CHECK, self._run)
-            try:
-                thread.start()
-            except RuntimeError:  # no thread to be had: whoever reads them checks them
-                self._todo.clear()
-            else:
-                self._thread = thread
+    def __init__(self, slots: Sequence[FoundSlot]) -> None:
+        self._awaited = set(slots)
+        self._pool = named_pool(ThreadName.CHECK)
+        self._checks: dict[FoundSlot, Future[bool]] = {}
+        with contextlib.suppress(RuntimeError):  # no thread to be had: whoever reads them checks them
+            for candidate in slots:
+                self._checks[candidate] = self._pool.submit(self._is_sound, candidate)
 
     def only(self, slots: Collection[FoundSlot]) -> None:
         """Nobody will ask for others."""
-        with self._changed:
-            self._todo = deque(candidate for candidate in self._todo if candidate in slots)
-            self._sound.intersection_update(slots)
-            if self._current not in slots:
-                self._current = None
+        self._awaited.intersection_update(slots)
+        for candidate in self._checks.keys() - self._awaited:
+            self._checks.pop(candidate).cancel()
+        if not self._awaited:
+            self._pool.shutdown(wait=False)
 
     def is_sound(self, slot: FoundSlot) -> bool:
         """Returns whether every slice is as it was written, if that is known; waits for a slot that is being read."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._current is not slot)
-            if slot in self._todo:  # the caller is as quick
-                self._todo.remove(slot)
-            return slot in self._sound
+        check = self._checks.get(slot)
+        return check is not None and not check.cancel() and check.result()  # one that waits: the caller is as quick
 
     def close(self) -> None:
         """End the thread. Twice does no harm."""
         self.only(())
-        if self._thread is not None:
-            self._thread.join()
-
-    def _run(self) -> None:
-        while True:
-            with self._changed:
-                if not self._todo:
-                    return
-                slot = self._current = self._todo.popleft()
-            sound = False
-            try:
-                sound = self._is_sound(slot)
-            except Exception as error:  # whatever it is, who needs the slot verifies it, and must not wait for ever
-                log.info("%s is not verified ahead of time: %s", slot.slot.path, error)
-            with self._changed:
-                if sound and self._current is slot:
-                    self._sound.add(slot)
-                self._current = None
-                self._changed.notify_all()
-            del slot  # whoever removes it frees its memory
+        self._pool.shutdown()
 
     def _is_sound(self, candidate: FoundSlot) -> bool:
         path, memory = str(candidate.slot.path), candidate.slot.memory
-        for part in candidate.header.parts:
-            for entry in candidate.header.slices(part, path):
-                data = memory[part.begin + entry.begin : part.begin + entry.end]
-                if not self._is_as_written(candidate, data, entry.checksum):
-                    return False
-        return True
+        try:
+            for part in candidate.header.parts:
+                for entry in candidate.header.slices(part, path):
+                    data = memory[part.begin + entry.begin : part.begin + entry.end]
+                    if not self._is_as_written(candidate, data, entry.checksum):
+                        return False
+            return True
+        except Exception as error:  # whatever it is, who needs the slot verifies it
+            log.info("%s is not verified ahead of time: %s", path, error)
+            return False
 
     def _is_as_written(self, candidate: FoundSlot, data: torch.Tensor, checksum: int) -> bool:
         """False, too, once nobody wants to know."""
         hasher = xxhash.xxh3_64()
         for begin in range(0, data.numel(), _PIECE_NBYTES):
-            if self._current is not candidate:
+            if candidate not in self._awaited:
                 return False
             hasher.update(data[begin : begin + _PIECE_NBYTES].numpy().data)
         return hasher.intdigest() == checksum

@@ -4,12 +4,11 @@ A rank is in domains that fail as a whole: its node, and what holds that (a rack
 Copies lie outside the widest domain of their source, each on a different node, and in different domains as long as no
 rank holds over twice as many copies as it has because of that.
 
-Where all domains are alike, every rank holds as many copies as it has. Copy k goes to the rank at the same place of
-another domain, at a distance of k / (r + 1) of all domains. If r + 1 divides their number, that makes groups of r + 1
-which hold one another's copies and nothing else: of all placements the one that the fewest sets of lost nodes destroy
-(Gemini, SOSP'23, section 4, Theorem 1). Where they are not alike and none is large, ranks in groups of r + 1 domains or
-more hold one another's copies, as many as each has. Elsewhere each copy goes to the emptiest domain, node and rank that
-may have it: a rank of a small domain beside large ones then holds more copies than it has.
+Where no domain has more than one part in r + 1 of the ranks, every rank holds r copies: of all ranks, one domain after
+the other, copy k lies k / (r + 1) of them further on. If r + 1 divides their number, that makes groups of r + 1 which
+hold one another's copies and nothing else: of all placements the one that the fewest sets of lost nodes destroy
+(Gemini, SOSP'23, section 4, Theorem 1). Elsewhere each copy goes to the emptiest domain, node and rank that may have
+it: a rank of a small domain beside large ones then holds more copies than it has.
 
 Copies lie first on ranks that hold the same training state, as far as those are on other nodes, and be they in a domain
 that has a copy already: what such a peer has anyway need not be sent (MoEtion, arXiv 2412.15411 v1, Algorithm 2;
@@ -45,34 +44,6 @@ class ReplicaPlacement:
     short: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True)
-class _Topology:
-    """Ranks by domain and node: those of one domain follow one another, and in it those of one node.
-
-    Attributes:
-        order: All ranks.
-        domains: Per domain its nodes, each a list of ranks.
-    """
-
-    order: tuple[int, ...]
-    domains: tuple[tuple[tuple[int, ...], ...], ...]
-
-    @property
-    def nodes(self) -> int:
-        return sum(map(len, self.domains))
-
-    @property
-    def ranks(self) -> list[list[int]]:
-        """Per domain its ranks, whatever their node."""
-        return [[rank for node in nodes for rank in node] for nodes in self.domains]
-
-    @property
-    def is_even(self) -> bool:
-        """Domains have equally many nodes, and nodes equally many ranks."""
-        shapes = {(len(nodes), *{len(ranks) for ranks in nodes}) for nodes in self.domains}
-        return len(shapes) == 1 and len(shapes.pop()) == 2
-
-
 def place_replicas(
     domains: Sequence[Sequence[str]], replicas: int, groups: Sequence[Sequence[Sequence[int]]] = ()
 ) -> ReplicaPlacement:
@@ -91,17 +62,18 @@ def place_replicas(
     if replicas <= 0:
         nothing = ((),) * len(domains)
         return ReplicaPlacement(nothing, nothing)
-    world = _world(domains)
-    others = world.nodes - 1
+    world = _by_domain(domains)
+    nodes = sum(map(len, world.values()))
+    others = nodes - 1
     if replicas > others:
         raise ConfigError(
             f"Memory(replicas={replicas}): a copy lies on another node, and this run has {others} other nodes "
-            f"({world.nodes} in all). Set at most replicas={others}, or start the run on more nodes"
+            f"({nodes} in all). Set at most replicas={others}, or start the run on more nodes"
         )
-    if len(world.domains) == 1:
+    if len(world) == 1:
         raise ConfigError(
             f"Memory(replicas={replicas}, failure_domain={domains[0][-1]!r}): a copy lies outside the failure domain "
-            f"of its source, and all {world.nodes} nodes of this run are in this one"
+            f"of its source, and all {nodes} nodes of this run are in this one"
         )
     peers: list[list[int]] = [[] for _ in domains]
     for groups_of_ranks in groups:
@@ -116,8 +88,8 @@ def place_replicas(
     return ReplicaPlacement(tuple(map(tuple, peers)), tuple(map(tuple, sources)), short)
 
 
-def _world(domains: Sequence[Sequence[str]]) -> _Topology:
-    """In the order in which domains and nodes first appear."""
+def _by_domain(domains: Sequence[Sequence[str]]) -> dict[str, dict[str, list[int]]]:
+    """Returns domain -> node -> its ranks, in the order in which they first appear."""
     nodes_of: dict[str, dict[str, list[int]]] = {}
     outer: dict[str, tuple[str, int]] = {}
     for rank, names in enumerate(domains):
@@ -129,8 +101,7 @@ def _world(domains: Sequence[Sequence[str]]) -> _Topology:
                 f"({node}), says {domain!r}. Set the same on all ranks of a node"
             )
         nodes_of.setdefault(widest, {}).setdefault(node, []).append(rank)
-    grouped = tuple(tuple(map(tuple, nodes.values())) for nodes in nodes_of.values())
-    return _Topology(tuple(rank for nodes in grouped for ranks in nodes for rank in ranks), grouped)
+    return nodes_of
 
 
 def _place_inside(
@@ -139,52 +110,19 @@ def _place_inside(
     """Place among ``members`` what copies of theirs have no place yet, as far as it goes; adds to ``peers``."""
     if all(len(peers[rank]) == replicas for rank in members):
         return
-    world = _world([domains[rank] for rank in members])
-    if len(world.domains) < 2:
+    world = _by_domain([domains[rank] for rank in members]).values()
+    if len(world) < 2:
         return
-    regular = {} if any(peers[rank] for rank in members) else _rotated(world, replicas) or _in_blocks(world, replicas)
-    for number, holders in regular.items():
-        peers[members[number]] = [members[holder] for holder in holders]
-    if not regular:
-        # Ranks of large domains first: they have the fewest places to choose from.
-        order = [members[number] for ranks in sorted(world.ranks, key=len, reverse=True) for number in ranks]
-        _Greedy(domains, order, peers, replicas).fill()
-
-
-def _rotated(world: _Topology, replicas: int) -> dict[int, list[int]]:
-    """Places every copy at the same place of another domain, or one node further there; empty where domains differ."""
-    count, nodes = len(world.domains), len(world.domains[0])
-    if not world.is_even or replicas > (count - 1) * nodes:
-        return {}
-    rounds, rest = divmod(replicas, count - 1)
-    turns = [(step, onward) for onward in range(rounds) for step in range(1, count)]
-    turns += [(copy * count // (rest + 1), rounds) for copy in range(1, rest + 1)]
-    peers: dict[int, list[int]] = {rank: [] for rank in world.order}
-    for domain, members in enumerate(world.domains):
-        for node, ranks in enumerate(members):
-            for step, onward in turns:
-                holders = world.domains[(domain + step) % count][(node + onward) % nodes]
-                for rank, holder in zip(ranks, holders, strict=True):
-                    peers[rank].append(holder)
-    return peers
-
-
-def _in_blocks(world: _Topology, replicas: int) -> dict[int, list[int]]:
-    """Places copies among r + 1 ranks or a few more, no two of one domain; empty where a domain is too large for that.
-
-    Ranks are dealt to blocks one after the other, the largest domain first. If that has no more ranks than there are
-    blocks, no block gets two ranks of one domain.
-    """
-    order = [rank for ranks in sorted(world.ranks, key=len, reverse=True) for rank in ranks]
-    count = len(order) // (replicas + 1)
-    if max(map(len, world.ranks)) > count:
-        return {}
-    blocks = [order[start::count] for start in range(count)]
-    return {
-        rank: [block[(at + step) % len(block)] for step in range(1, replicas + 1)]
-        for block in blocks
-        for at, rank in enumerate(block)
-    }
+    by_domain = [[members[number] for ranks in nodes.values() for number in ranks] for nodes in world]
+    distance = len(members) // (replicas + 1)
+    if max(map(len, by_domain)) <= distance and not any(peers[rank] for rank in members):
+        order = [rank for ranks in by_domain for rank in ranks]
+        for at, rank in enumerate(order):
+            peers[rank] = [order[(at + copy * distance) % len(order)] for copy in range(1, replicas + 1)]
+        return
+    # Ranks of large domains first: they have the fewest places to choose from.
+    order = [rank for ranks in sorted(by_domain, key=len, reverse=True) for rank in ranks]
+    _Greedy(domains, order, peers, replicas).fill()
 
 
 class _Greedy:

@@ -251,8 +251,8 @@ def test_without_logging_set_up_every_start_says_what_it_found_and_where_it_begi
     said = [[line for line in life if line.startswith("moe_ckpt: ")] for life in lives]
     store = re.escape(str(tmp_path / "store"))
     setup = (
-        rf"moe_ckpt: Dense: 2 MoE layers were found, with 4 experts each\. Checkpoints go to {store}, about 7\d\.\d "
-        r"KiB where all is saved \(with Adam\); memory that outlives the process: off"
+        r"moe_ckpt: Dense\(every_n_steps=4\): 2 MoE layers of 4 experts, 6,744 parameters on 1 rank\. Checkpoints go "
+        rf"to {store}, about 7\d\.\d KiB where all is saved \(with Adam\); memory that outlives the process: off"
     )
     expected = [
         [rf"moe_ckpt: training starts from scratch: {store} holds no checkpoint yet"],

@@ -79,7 +79,7 @@ def test_complete_checkpoints_on_demand_and_an_end_said_twice(tmp_path: Path):
 def test_the_end_of_a_run_and_other_settings_are_said(tmp_path: Path):
     found = only(loop_calls.ending, tmp_path)
     for name in ("cut short", "ended", "started again", "other settings", "other settings still", "its own"):
-        assert " MoE layers were found, with " in found[name].pop(0)
+        assert " MoE layers of " in found[name].pop(0)
     assert [each[:28] for each in found["cut short"]] == ["training starts from scratch"]
     assert found["cut short, noted when the store was let go of"] == ["False"]
     assert found["ended, noted when the store was let go of"] == ["True"]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
+from dataclasses import fields, is_dataclass
+from math import prod
 from typing import Any
 
 from moe_ckpt.core.operators import Catalog
@@ -12,9 +14,10 @@ from moe_ckpt.core.tokens import FaultRecord
 from moe_ckpt.core.user_text import human_bytes, name_ranks
 from moe_ckpt.interop.weights import LoadedWeights
 from moe_ckpt.notices import announce
-from moe_ckpt.ports import TensorSpec
+from moe_ckpt.ports import StateTensor, TensorSpec
 from moe_ckpt.reading.memory.memory_shares import LeftBehind
 from moe_ckpt.run.options import Options
+from moe_ckpt.slices.assignment import is_weight
 from moe_ckpt.slices.local_state import roughly
 
 log = logging.getLogger("moe_ckpt")
@@ -40,22 +43,35 @@ class Messages:
         if self._rank == 0:
             announce(message, *args, level=logging.WARNING)
 
-    def setup(self, options: Options, catalog: Catalog, specs: Iterable[TensorSpec]) -> None:
-        """Says what was found at a start: so somebody whose MoE layers were not found learns of it."""
+    def setup(
+        self,
+        options: Options,
+        catalog: Catalog,
+        specs: Collection[TensorSpec],
+        tensors: Iterable[StateTensor],
+        ranks: int,
+    ) -> None:
+        """Says what was found at a start: so somebody whose MoE layers were not found learns of it.
+
+        Args:
+            specs: Of the tensors of all ranks.
+            tensors: This rank's.
+            ranks: How many there are.
+        """
         counts = [layer.experts for layer in catalog.layers]
         experts = f"{min(counts)} to {max(counts)}" if len({*counts}) > 1 else f"{counts[0]}" if counts else ""
-        result = "no MoE layer was found (under Lightning moe_ckpt.register_moe tells of one)"
+        layers = "no MoE layer was found (tell of one by moe_ckpt.register_moe, under Megatron by num_moe_experts)"
         if counts:
-            layers = f"{len(counts)} MoE layers were" if len(counts) > 1 else "1 MoE layer was"
-            result = f"{layers} found, with {experts} experts{' each' if len(counts) > 1 else ''}"
-        policy: Any = options.policy
-        inner = getattr(policy, "policy", None)
-        name = type(policy).__name__ if inner is None else f"{type(policy).__name__}({type(inner).__name__})"
-        size, memory = human_bytes(roughly(specs)), "off" if options.memory is None else "on"
-        self._announce(
-            "%s: %s. Checkpoints go to %s, about %s where all is saved (with Adam); memory that outlives the process: "
-            "%s",
-            *(name, result, self._dirpath, size, memory),
+            layers = f"{len(counts)} MoE layer{'s' * (len(counts) > 1)} of {experts} experts"
+        parameters = sum(prod(spec.global_shape) for spec in specs if is_weight(spec))
+        held = sum(tensor.local.numel() for tensor in tensors if is_weight(tensor))
+        where = f"{ranks} ranks, {'sharded' if held < parameters else 'a copy on each'}" if ranks > 1 else "1 rank"
+        say = self._announce if counts else self._warn
+        say(
+            "%s: %s, %s parameters on %s. Checkpoints go to %s, about %s where all is saved (with Adam); memory that "
+            "outlives the process: %s",
+            *(_as_written(options.policy), layers, f"{parameters:,}", where, self._dirpath),
+            *(human_bytes(roughly(specs)), "off" if options.memory is None else "on"),
         )
 
     def new_run(self, resume: str, generation: int) -> None:
@@ -197,6 +213,17 @@ class Messages:
                 "before",
                 *(unit, before, unit, step, steps),
             )
+
+
+def _as_written(value: Any) -> str:
+    """A policy, or what it is given, as somebody writes it: without arguments that are the default."""
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_as_written, value))}]"
+    if not is_dataclass(value):
+        return repr(value)
+    arguments = [(field, getattr(value, field.name)) for field in fields(value) if field.repr]
+    changed = [f"{field.name}={_as_written(argument)}" for field, argument in arguments if argument != field.default]
+    return f"{type(value).__name__}({', '.join(changed)})"
 
 
 def _path(dirpath: str, source: str) -> str:

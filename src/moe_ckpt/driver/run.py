@@ -142,7 +142,8 @@ class Driver:
         self.session, self._storage, self._open_log = session, storage, open_log
         self.boost, self.localized = boost, localized
         self.say = Messages(self._host.unit, self.options.dirpath, comm.rank)
-        self.say.setup(self.options, catalog, state.specs())
+        tensors = state.tensors()  # before specs(), which are of the same moment
+        self.say.setup(self.options, catalog, state.specs(), tensors, comm.world_size)
         self._resume = functools.partial(resume_newest, storage, comm, state)
         if self.options.memory is not None and self.options.memory.sealing_secs:
             from moe_ckpt.survivors.stopping import survivors_of

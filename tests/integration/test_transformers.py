@@ -6,12 +6,17 @@ import random
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch as pl
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 pytest.importorskip("accelerate")
 
+import moe_ckpt
+from moe_ckpt.callbacks import MoECheckpoint
 from moe_ckpt.errors import ConfigError
+from moe_ckpt.policies import Dense
 from moe_ckpt.transformers import MoECheckpointCallback
 from tests.integration import transformers_run
 from tests.integration.test_plain_loop import require_alike
@@ -163,3 +168,52 @@ def test_another_accumulation_is_refused(tmp_path: Path):
 def test_options_are_checked_where_they_are_written(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"MoECheckpointCallback\(every=...\): no such option"):
         MoECheckpointCallback(dirpath=tmp_path, every=3)
+
+
+class _Lightning(pl.LightningModule):
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def training_step(self, batch: dict[str, torch.Tensor], _: int) -> torch.Tensor:
+        return self.model(**batch).loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=0.0)
+
+
+def test_weights_go_from_host_to_host(tmp_path: Path):
+    """From Trainer to a loop of one's own, to Lightning, and back: whatever each calls the tensors."""
+    life(tmp_path, Run(settings={"max_steps": 2}))
+    loaded = []
+
+    def model() -> torch.nn.Module:
+        loaded.append(transformers_run.model())
+        torch.nn.init.zeros_(loaded[-1].lm_head.weight)
+        return loaded[-1]
+
+    words = {"input_ids": torch.ones(1, 4, dtype=torch.long), "labels": torch.ones(1, 4, dtype=torch.long)}
+    looped = model()
+    optimizer = torch.optim.AdamW(looped.parameters(), lr=0.0, weight_decay=0.0)
+    with moe_ckpt.attach(
+        looped, optimizer, policy=Dense(), dirpath=tmp_path / "loop", weights_from=tmp_path / "store"
+    ) as ckpt:
+        ckpt.resume()
+        looped(**words).loss.backward()
+        optimizer.step()
+        ckpt.after_step(1)
+    ours = MoECheckpoint(Dense(), dirpath=tmp_path / "lightning", weights_from=tmp_path / "loop")
+    quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
+    trainer = pl.Trainer(max_steps=1, callbacks=[ours], default_root_dir=tmp_path, **quiet)
+    trainer.fit(_Lightning(model()), DataLoader([words], batch_size=None))
+    back = transformers_run.trainer(
+        str(tmp_path),
+        Run(settings={"max_steps": 1, "learning_rate": 0.0}),
+        MoECheckpointCallback(Dense(), dirpath=tmp_path / "back", weights_from=tmp_path / "lightning"),
+    )
+    back.model = back.model_wrapped = model()
+    back.train()
+    weights = [{f"weights/{name}": tensor for name, tensor in one.state_dict().items()} for one in loaded]
+    assert loaded[0].lm_head.weight.count_nonzero()
+    for others in weights[1:]:
+        require_alike({"tensors": weights[0]}, {"tensors": others})

@@ -58,8 +58,10 @@ def others(root: Path, mine: str) -> Callable[[], dict[str, tuple[int, int, byte
     is alive; one that waits for its restart; another user's; and something that is no run."""
     user = root / f"moe_ckpt-{os.geteuid()}"
     kept: list[RankDirectory] = []
+    runs: list[Path] = []
     for run_id, lives in (("a" * 32, True), ("b" * 32, False)):
         held = make_rank_directory(str(root), run_id, 0, 0, "/another/store")
+        runs.append(held.path.parent.parent)
         slot = create_slot(held.path / "slot_000", 4096)
         slot.seal(b"a header of another format")
         if lives:
@@ -78,7 +80,7 @@ def others(root: Path, mine: str) -> Callable[[], dict[str, tuple[int, int, byte
     (root / "sem.something").write_bytes(b"of another program")
 
     def told() -> dict[str, tuple[int, int, bytes]]:
-        roots = [user / ("a" * 32), user / ("b" * 32), user / "notes.txt", root / f"moe_ckpt-{STRANGER}"]
+        roots = [*runs, user / "notes.txt", root / f"moe_ckpt-{STRANGER}"]
         paths = [path for each in (*roots, root / "sem.something") for path in (each, *each.rglob("*"))]
         files = [path for path in paths if path.is_file() and path.name != "lock"]
         assert kept or not paths
@@ -92,7 +94,7 @@ def own(run: Run, told: Callable[[], dict[str, tuple[int, int, bytes]]]) -> list
     theirs = told().keys()
     files = (path for path in Path(run.memory).rglob("*") if path.is_file())
     foreign = ("a" * 32, "b" * 32)
-    return [path for path in files if str(path) not in theirs and not any(name in path.parts for name in foreign)]
+    return [path for path in files if str(path) not in theirs and not any(part.startswith(foreign) for part in path.parts)]
 
 
 def most_left(run: Run) -> Counter[str]:

@@ -128,4 +128,4 @@ def test_files_of_others_are_never_touched_and_those_of_a_dead_job_are_removed(l
     require_exact(case, tmp_path, ended)
     assert [told() for told in theirs] == before
     foreign = ("a" * 32, "b" * 32, "notes.txt", "sem.something", f"moe_ckpt-{STRANGER}")
-    assert [path for path in files(tmp_path) if not any(name in path.parts for name in foreign)] == []
+    assert [path for path in files(tmp_path) if not any(part.startswith(foreign) for part in path.parts)] == []

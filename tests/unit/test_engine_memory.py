@@ -497,12 +497,13 @@ def test_what_runs_left_that_are_over_is_swept(where, tmp_path):
     root = str(where[1])
     [run] = user_directory(root).iterdir()
     [(_, _, path)] = rank_directories(run)
-    assert sweep(root, "another") == 0, "it may be waiting for its restart"
-    assert sweep(root, run.name) == 0
+    another = run.with_name("another")
+    assert sweep(another) == 0, "it may be waiting for its restart"
+    assert sweep(run) == 0
     told = json.loads((path / "owner.json").read_text())
     (path / "owner.json").write_text(json.dumps(told | {"boot_id": "before"}))
-    assert sweep(root, run.name) == 0, "its own"
-    assert sweep(root, "another") > 0
+    assert sweep(run) == 0, "its own"
+    assert sweep(another) > 0
     assert not run.exists()
 
 

@@ -36,10 +36,11 @@ from moe_ckpt.memory.directory import (
     make_rank_directory,
     owner_of,
     rank_directories,
+    run_directory,
     slots_in,
     user_directory,
 )
-from moe_ckpt.memory.files import MemoryFiles, newest_generation, remove_run, sweep
+from moe_ckpt.memory.files import MemoryFiles, remove_run, sweep
 from moe_ckpt.memory.slot import Slot
 from moe_ckpt.memory.survey import survey
 from moe_ckpt.tiers import host_tier, limits
@@ -105,8 +106,8 @@ def keep_removing(root: str, stop: Any, sender: Any) -> None:
     trouble: list[str] = []
     while not stop.is_set():
         try:
-            remove_run(Path(root, f"moe_ckpt-{os.geteuid()}", RUN))
-            sweep(root, "another")
+            remove_run(run_directory(root, RUN, STORE))
+            sweep(run_directory(root, "another", STORE))
         except BaseException as error:  # all there is, for the test to show
             trouble.append(repr(error))
     sender.send(trouble)
@@ -184,13 +185,13 @@ def test_a_directory_has_one_owner_while_processes_take_and_remove_it(root):
 
 
 def test_a_run_that_is_about_to_make_its_directory_is_not_over(root):
-    run = user_directory(root) / "young"
+    own, run = run_directory(root, RUN, STORE), user_directory(root) / "young"
     (run / "000000").mkdir(parents=True)
-    sweep(root, "another")
+    sweep(own)
     assert run.exists()
     for path in (run / "000000", run):
         os.utime(path, (0, 0))
-    sweep(root, "another")
+    sweep(own)
     assert not run.exists()
 
 
@@ -198,7 +199,7 @@ def test_what_is_no_file_of_ours_outlives_the_run(root):
     path = left_by(root, 0)
     (path.parent / "notes").mkdir()
     (path.parent / "notes" / "mine").write_text("dear")
-    assert remove_run(user_directory(root) / RUN)
+    assert remove_run(run_directory(root, RUN, STORE))
     assert [each.name for each in files(Path(root))] == ["mine"]
 
 
@@ -254,7 +255,7 @@ def test_a_process_of_another_pid_namespace_is_shown_as_one(root, capsys):
     script = (
         "import sys, time\n"
         "from moe_ckpt.memory.directory import make_rank_directory, holder_of\n"
-        f"made = make_rank_directory({root!r}, 'run', 0, 0, 'store')\n"
+        f"made = make_rank_directory({root!r}, {RUN!r}, 0, 0, {STORE!r})\n"
         "print('held', flush=True)\n"
         "sys.stdin.read()\n"
     )
@@ -266,7 +267,7 @@ def test_a_process_of_another_pid_namespace_is_shown_as_one(root, capsys):
     try:
         assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
-        path = user_directory(root) / "run" / "000000" / "rank_00000"
+        path = run_directory(root, RUN, STORE) / "000000" / "rank_00000"
         assert holder_of(path) == holder.pid
         said = subprocess.run([*inside, sys.executable, "-c", look], capture_output=True, text=True, check=True).stdout
         assert "a process of another namespace" in said
@@ -283,7 +284,7 @@ def test_a_process_of_another_pid_namespace_is_shown_as_one(root, capsys):
 def test_an_odd_entry_of_one_directory_costs_no_other(root, caplog):
     for rank in range(3):
         left_by(root, 0, rank)
-    odd = user_directory(root) / RUN / "000000" / "rank_00001"
+    odd = run_directory(root, RUN, STORE) / "000000" / "rank_00001"
     (odd / LOCK).unlink()
     (odd / LOCK).mkdir()
     (odd.parent / "rank_00000" / "directory").mkdir()
@@ -310,10 +311,10 @@ def test_an_odd_entry_of_another_run_stops_none(root, caplog):
     owner.write_text(json.dumps(json.loads(owner.read_text()) | {"boot_id": "before"}))
     (locked / LOCK).unlink()
     (locked / LOCK).mkdir()
-    assert sweep(root, RUN) > 0
+    assert sweep(run_directory(root, RUN, STORE)) > 0
     assert not (path / ARENA).exists()
     assert f"{path / 'directory'} cannot be removed" in caplog.text
-    assert f"{user_directory(root) / 'third'} is not touched" in caplog.text
+    assert f"{run_directory(root, 'third', STORE)} is not touched" in caplog.text
 
 
 def test_a_slot_with_a_damaged_header_is_set_aside_and_freed(where):  # noqa: F811
@@ -354,23 +355,17 @@ def test_a_copy_of_the_store_leaves_the_slots_of_the_first_alone(where, tmp_path
     with caplog.at_level(logging.INFO, "moe_ckpt"), life((copy, where[1])) as other:
         assert isinstance(other.session.tier, MemoryTier)
         assert other.session.tier.left_slots.slots == ()
-        assert other.session._resources.generation == 1, "a life of the same number would meet the other's directory"
         come_back(other)
         assert_state(other, EVERYTHING_AT_6)
         other.go(1, settle=True)
         other.finish()
-    assert f"it belongs to the store {where[0]}" in caplog.text
+    assert "of another run; moe-ckpt memory lists them" in caplog.text
     assert {path: path.read_bytes() for path in files(where[1])} == before
     with life(where) as again:
         assert len(again.session.tier.left_slots.slots) >= 1
         come_back(again)
         again.finish()
     assert files(where[1]) == []
-
-
-def test_a_life_counts_what_copies_of_the_store_left(root):
-    left_by(root, 7, store="/a/copy")
-    assert newest_generation(root, RUN) == 7
 
 
 def test_a_clean_end_removes_what_ranks_left_that_are_no_more(where):  # noqa: F811
@@ -383,7 +378,7 @@ def test_a_clean_end_removes_what_ranks_left_that_are_no_more(where):  # noqa: F
         come_back(second)
         [run] = user_directory(str(where[1])).iterdir()
         # Of a process that still lived when this life began, and of one that was killed before it said whose it is.
-        made = make_rank_directory(str(where[1]), run.name, 0, 5, str(where[0]))
+        made = make_rank_directory(str(where[1]), run.name.partition("-")[0], 0, 5, str(where[0]))
         (made.path / ARENA).write_bytes(b"x")
         made.release()
         (run / "000000" / "rank_00006").mkdir()
@@ -400,9 +395,8 @@ def test_two_processes_of_one_rank_are_refused_after_a_moment(root, monkeypatch)
         busy.setattr(directories, "_PATIENCE_SECS", 60.0)
         second = make_rank_directory(root, RUN, 0, 3, STORE)  # whoever held it was removing it
     remover.join()
-    said = f"is in use by process {os.getpid()}, for the store {STORE}; this process has the store of-another-job"
-    with pytest.raises(ConfigError, match=said):
-        make_rank_directory(root, RUN, 0, 3, "of-another-job")
+    with pytest.raises(ConfigError, match=f"is in use by process {os.getpid()}"):
+        make_rank_directory(root, RUN, 0, 3, STORE)
     second.remove()
 
 

@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import gc
 import shutil
 import subprocess
 import sys
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
 
 from moe_ckpt import Memory
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.memory import files
 from moe_ckpt.policies import Dense, MoC
 from moe_ckpt.recovery.resume import resume_newest
 from moe_ckpt.storage import LocalStorage
-from moe_ckpt.tiers import host_memory
 from tests.support.deleting import delete_tree
 from tests.support.mapped import deleted_slots
 from tests.support.spoiled import blank
@@ -169,58 +164,10 @@ def two_copies(root) -> tuple[LocalStorage, LocalStorage]:
     return LocalStorage(root / "a"), LocalStorage(root / "b")
 
 
-@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
-def test_a_copy_of_the_store_that_starts_at_the_same_moment_is_another_life(root, monkeypatch, order):
-    """Each has looked at what lies there before the other has made its directory."""
-    stores = two_copies(root)
-    monkeypatch.setattr(host_memory, "newest_generation", lambda *_: -1)
-    with life(root, storage=stores[order[0]]) as one, life(root, storage=stores[order[1]]) as other:
-        assert one.session._resources.generation < other.session._resources.generation
-        other.go(1, settle=True)
-        assert other.session.tier.files.generation == other.session._resources.generation
-
-
-def test_copies_of_which_each_has_a_directory_of_the_others_give_way_to_one_another(root, monkeypatch):
-    first, looked = {(name, rank): threading.Event() for name in "ab" for rank in range(2)}, threading.Barrier(4)
-    newest, make = host_memory.newest_generation, files.make_rank_directory
-
-    def look(*args):
-        found = newest(*args)
-        with contextlib.suppress(threading.BrokenBarrierError):
-            looked.wait(60)
-        return found
-
-    def made(where, run_id, generation, rank, store):
-        own = (Path(store).name, rank)
-        if own in (("a", 1), ("b", 0)) and not first[own].is_set():
-            assert first["b" if own[0] == "a" else "a", rank].wait(60)
-        try:
-            return make(where, run_id, generation, rank, store)
-        finally:
-            first[own].set()
-
-    generations = {}
-
-    def body(name, comm):
-        with life(root, storage=LocalStorage(root / name), comm=comm, local_ranks=2) as one:
-            generations[name, comm.rank] = one.session._resources.generation
-            one.go(1, settle=True)
-
-    two_copies(root)
-    monkeypatch.setattr(host_memory, "newest_generation", look)
-    monkeypatch.setattr(files, "make_rank_directory", made)
-    with ThreadPoolExecutor(2) as pool:
-        for done in [pool.submit(run_threads, ThreadRanks(2), partial(body, name)) for name in "ab"]:
-            done.result()
-    assert generations["a", 0] == generations["a", 1] != generations["b", 0] == generations["b", 1]
-
-
-def test_copies_that_never_part_are_told_what_to_do(root, monkeypatch):
-    stores = two_copies(root)
-    monkeypatch.setattr(host_memory, "newest_generation", lambda *_: -1)
-    monkeypatch.setattr(host_memory, "_TRIES", 1)
-    with (
-        life(root, storage=stores[0]),
-        pytest.raises(ConfigError, match=r"Copies of a store have one run id: give each its own Memory\(directory="),
-    ):
-        life(root, storage=stores[1]).session.open()
+def test_a_copy_of_the_store_that_starts_at_the_same_moment_is_another_life(root):
+    one, other = two_copies(root)
+    with life(root, storage=one) as first, life(root, storage=other) as second:
+        assert first.session._resources.generation == second.session._resources.generation
+        second.go(1, settle=True)
+        first.go(1, settle=True)
+        assert first.session.tier.files.path != second.session.tier.files.path

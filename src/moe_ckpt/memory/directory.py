@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import hashlib
 import json
 import logging
 import os
@@ -66,19 +67,6 @@ class Owner:
     boot_id: str = ""
     store: str = ""
     begun_unix_secs: float = 0.0
-
-
-class HeldByCopyError(ConfigError):
-    """A life of another store with the run's id, a copy, began in the same directory at the same moment.
-
-    Attributes:
-        ahead: By so much this one's next generation is to be newer: another number than the other's, so that both do
-            not meet again.
-    """
-
-    def __init__(self, message: str, ahead: int) -> None:
-        super().__init__(message)
-        self.ahead = ahead
 
 
 class RankDirectory:
@@ -285,21 +273,32 @@ def user_directory(root: str) -> Path:
     return path
 
 
+def run_directory(root: str, run_id: str, store: str) -> Path:
+    """Returns the directory of what a run has below ``root``.
+
+    A copy of a store has its ``run_id``, but lies in another place: neither run may touch what the other leaves.
+
+    Raises:
+        ConfigError: As ``user_directory``.
+    """
+    return user_directory(root) / f"{run_id}-{hashlib.blake2b(store.encode(), digest_size=4).hexdigest()}"
+
+
 def make_rank_directory(root: str, run_id: str, generation: int, rank: int, store: str) -> RankDirectory:
     """A new directory for this life of a run. On a file system without a free page it ``is_described`` later: there may
     be room once the run has taken over what it left there, and nothing can lie in it before.
 
     Raises:
         ConfigError: As ``user_directory``; or it exists and is in use.
-        HeldByCopyError: Likewise, for another store.
         OSError: It cannot be made.
     """
-    path = user_directory(root) / run_id / f"{generation:06d}" / f"rank_{rank:05d}"
+    path = run_directory(root, run_id, store) / f"{generation:06d}" / f"rank_{rank:05d}"
     made = _made(path)
-    if made is None and not owner_of(path).store:  # the holder has just left, or has not written down yet who it is
-        made = _made(path)
     if made is None:
-        raise _in_use(root, path, store)
+        raise ConfigError(
+            f"{path} is in use by {said_holder(holder_of(path))}. Nodes of one run must not share "
+            f"Memory(directory={root!r}), and a store serves one job at a time"
+        )
     try:
         made.clear()  # of a life that ended before it said so anywhere
         made.describe(store)
@@ -309,23 +308,6 @@ def make_rank_directory(root: str, run_id: str, generation: int, rank: int, stor
             raise
         log.info("%s: whose slots these will be is written down when there is room: %s", path, error)
     return made
-
-
-def _in_use(root: str, path: Path, store: str) -> ConfigError:
-    """Why a directory cannot be had. store: for which it was wanted."""
-    other = owner_of(path).store
-    message = (
-        f"{path} is in use by {said_holder(holder_of(path))}, for the store {other or '(unknown)'}; this process has "
-        f"the store {store}. "
-    )
-    if other and other != store:
-        advice = (
-            "Copies of a store have one run id: give each its own Memory(directory=...), or start one of them later"
-        )
-        return HeldByCopyError(message + advice, 1 if store < other else 2)
-    return ConfigError(
-        message + f"Nodes of one run must not share Memory(directory={root!r}), and a store serves one job at a time"
-    )
 
 
 def _made(path: Path) -> RankDirectory | None:

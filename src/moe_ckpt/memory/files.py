@@ -28,7 +28,6 @@ from moe_ckpt.memory.directory import (
     rank_directories,
     remove_empty,
     said_holder,
-    user_directory,
 )
 from moe_ckpt.memory.mapping import PAGE_NBYTES, Identity, identity
 from moe_ckpt.memory.slot import COPY, HEADER_SUFFIX, OWN, Slot, forget_starts, set_aside
@@ -60,8 +59,7 @@ class MemoryFiles:
         generation: This life.
         life: A token that names it.
         rank: This process's.
-        store: Where the run's checkpoints are. A copy of a store has its run_id, but another place: what one leaves in
-            memory is never the other's.
+        store: Where the run's checkpoints are.
 
     Raises:
         ConfigError: The directory cannot be used.
@@ -297,7 +295,7 @@ class MemoryFiles:
         return bool(threads)
 
     def take_left(self, *, same_rank: bool) -> list[FoundSlot]:
-        """Take over what ended lives left on this node, except what living processes hold, or a copy's life left.
+        """Take over what ended lives left on this node, except what living processes hold.
 
         Trouble with one directory or slot is a warning, and costs no other. Who holds a directory of this rank may be
         a process that is dying, or a command at work there: that is waited for, some seconds in all.
@@ -328,10 +326,6 @@ class MemoryFiles:
 
     def _take(self, path: Path, until: float | None) -> None:
         """until: ``time.monotonic`` to which whoever holds sealed slots is waited for; None: nobody is."""
-        store = owner_of(path).store
-        if store != self._store:
-            log.info("%s is not used: it belongs to the store %s", path, store or "(unknown)")
-            return
         try:
             while (taken := RankDirectory.take(path)) is None and time.monotonic() < (until or 0.0):
                 if not _has_sealed(path):
@@ -376,7 +370,7 @@ class MemoryFiles:
     def _remove_rest(self) -> None:
         """Remove what nobody took of earlier lives, whose processes lived then. Ranks of this life remove their own."""
         for generation, _, path in list(rank_directories(self._run)):
-            if generation >= self.generation or owner_of(path).store not in (self._store, ""):
+            if generation >= self.generation:
                 continue
             try:
                 taken = RankDirectory.take(path)
@@ -406,41 +400,32 @@ def newest_first(slots: Iterable[FoundSlot]) -> list[FoundSlot]:
     return sorted(slots, key=lambda slot: (-slot.header.step, -slot.header.generation))
 
 
-def newest_generation(root: str, run_id: str) -> int:
-    """Returns the newest generation of a run below ``root``, or -1. Raises ``ConfigError`` as ``user_directory``."""
-    directories = list(rank_directories(user_directory(root) / run_id))
+def newest_generation(run: Path) -> int:
+    """Returns the newest generation of a run's directory, or -1."""
+    directories = list(rank_directories(run))
     return max((max(generation, newest_named(path)) for generation, _, path in directories), default=-1)
 
 
-def left_bytes(root: str, run_id: str, store: str) -> int:
-    """Returns the bytes that ended lives of a run left: free again when a life that takes them over has its own.
-
-    Raises:
-        ConfigError: As ``user_directory``.
-    """
-    paths = [path for _, _, path in rank_directories(user_directory(root) / run_id)]
-    return used_bytes(*(path for path in paths if owner_of(path).store == store and not holder_of(path)))
+def left_bytes(run: Path) -> int:
+    """Returns the bytes that ended lives of a run left: free again when a life that takes them over has its own."""
+    return used_bytes(*(path for _, _, path in rank_directories(run) if not holder_of(path)))
 
 
-def sweep(root: str, run_id: str) -> int:
+def sweep(own: Path) -> int:
     """Remove what runs left that are over: of another boot, or without a living process for a day.
 
     Trouble with one of them is a warning, and no reason for this run not to begin.
 
     Args:
-        root: As of ``MemoryFiles``.
-        run_id: The run that begins here, which is left alone.
+        own: The directory of the run that begins here, which is left alone; the others lie beside it.
 
     Returns:
         How many bytes were freed.
-
-    Raises:
-        ConfigError: As ``user_directory``.
     """
     freed = 0
-    for run in entries(user_directory(root)):
+    for run in entries(own.parent):
         try:
-            freed += _swept(run) if run.name != run_id and run.is_dir() else 0
+            freed += _swept(run) if run != own and run.is_dir() else 0
         except OSError as error:
             log.warning("%s is not touched: %s", run, error)
     return freed

@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeVar
 
 from moe_ckpt.comm.communicator import largest
 from moe_ckpt.errors import LARGER_FILE_SYSTEM, ConfigError, MoECheckpointError, StoreError, StoreUnwritableError
-from moe_ckpt.memory.directory import HeldByCopyError, node_of
+from moe_ckpt.memory.directory import node_of, run_directory
 from moe_ckpt.memory.files import MemoryFiles, left_bytes, newest_generation, sweep
 from moe_ckpt.memory.left_slots import LeftSlots, newest_of
 from moe_ckpt.memory.options import Memory
@@ -41,9 +41,6 @@ from moe_ckpt.tiers.memory_tier import MemoryTier
 
 _NUMBER_BITS = 62
 """Of what ranks agree on as a whole number."""
-
-_TRIES = 6
-"""Generations that a start tries at most, where copies of its store start at the same moment."""
 
 T = TypeVar("T")
 _Free = tuple[int, Mapping[str, int | None]]
@@ -86,7 +83,7 @@ def open_memory(run: RunContext, run_id: str, generation: int) -> HostMemory:
         return HostMemory(pool, host_tier.claim(run, run_id, pool), generation, agreed.life)
     generation = max(generation, agreed.newest + 1)
     files, slots = _take_over_on_all_ranks(run, memory, run_id, generation, agreed)
-    generation, replicator = files.generation, None
+    replicator = None
     try:
         # Each rank has taken over its own slots; now those that no rank has. ``open_replication`` shares the error.
         taken, trouble = _attempt(memory, lambda: (node_of(memory.root), files.take_left(same_rank=False)))
@@ -118,9 +115,10 @@ def _inspect(run: RunContext, memory: Memory, run_id: str) -> tuple[int, int, _F
     """
     if os.path.isdir(memory.root):  # else an error tells that, and it lies nowhere
         say_file_system(memory.root)
-    newest = newest_generation(memory.root, run_id)
-    sweep(memory.root, run_id)
-    leftover_nbytes = left_bytes(memory.root, run_id, run.storage.root)
+    own = run_directory(memory.root, run_id, run.storage.root)
+    newest = newest_generation(own)
+    sweep(own)
+    leftover_nbytes = left_bytes(own)
     budget = run.settings.host_memory_bytes or default_budget_bytes(run.settings.local_ranks, leftover_nbytes)
     available = available_bytes()
     machine = None if available is None else available + leftover_nbytes
@@ -241,29 +239,17 @@ def _take_over(
 def _take_over_on_all_ranks(
     run: RunContext, memory: Memory, run_id: str, generation: int, agreed: _Agreed
 ) -> tuple[MemoryFiles, LeftSlots]:
-    """``_take_over`` on every rank, for the same generation; if it fails on one rank, all raise. A collective.
-
-    A copy of the store has the same run id, and its run may start at this moment with the same generation. Then all
-    ranks start over with a newer one (``files.generation``).
-    """
-    tries = 0
-    while True:
-        tries += 1
-        taken, trouble = _attempt(memory, partial(_take_over, run, memory, run_id, generation, agreed))
-        ahead = trouble.ahead if isinstance(trouble, HeldByCopyError) and tries < _TRIES else 0
-        try:
-            failed, ahead = largest(run.comm, [0 if trouble is None or ahead else run.comm.rank + 1, ahead])
-            if not failed and not ahead and taken is not None:
-                return taken
-        except BaseException:
-            if taken is not None:
-                _release(taken)
-            raise
+    """``_take_over`` on every rank; if it fails on one rank, all raise. A collective."""
+    taken, trouble = _attempt(memory, partial(_take_over, run, memory, run_id, generation, agreed))
+    try:
+        [failed] = largest(run.comm, [0 if trouble is None else run.comm.rank + 1])
+        if taken is None or failed:
+            raise trouble or StoreError(CANNOT_OPEN.format(failed - 1))
+    except BaseException:
         if taken is not None:
             _release(taken)
-        if failed:
-            _raise_on_all_ranks(trouble, failed)
-        generation += ahead
+        raise
+    return taken
 
 
 def _release(taken_over: tuple[MemoryFiles, LeftSlots]) -> None:

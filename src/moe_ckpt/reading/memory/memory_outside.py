@@ -88,7 +88,7 @@ class MemoryOutside:
     def _open(self, roots: Sequence[str]) -> None:
         reader, run_id = self._reader, self._reader.identity().run_id
         model = _model_of(reader)
-        runs = [user_directory(root) / run_id for root in roots]
+        runs = [run for root in roots for run in sorted(user_directory(root).glob(f"{run_id}-*"))]
         slots: list[FoundSlot] = []
         for run in runs:
             for _, _, path in rank_directories(run):

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future
 
 import numpy as np
 
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.format.manifest import GROUPS, step_dir
-from moe_ckpt.ports import Communicator
 from moe_ckpt.run.agreement import StepConsensus, pack
 from moe_ckpt.session.session import CheckpointSession
 
@@ -58,9 +57,6 @@ class ActedRank:
         self._sequence += 1
         gone = {step_dir(self._sequence - 2, 0): (True, GROUPS)} if self._sequence > 2 else {}
         return json.dumps([None, False, False, gone]).encode()
-
-    def scope(self, ranks: Sequence[int]) -> Communicator:
-        raise NotImplementedError("acted ranks are not divided")
 
     def enter(self, generation: int) -> None:
         """Messages are acted, and of no generation."""

@@ -321,10 +321,6 @@ class Communicator(Protocol):
         """
         ...
 
-    def scope(self, ranks: Sequence[int]) -> Communicator:
-        """These ranks among themselves, numbered from 0, on groups of their own. Called by all of them, by no other."""
-        ...
-
     def enter(self, generation: int) -> None:
         """From here on every message belongs to this life of the run, and one of another life is refused."""
         ...

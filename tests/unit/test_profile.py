@@ -675,7 +675,6 @@ def test_what_the_simulator_is_told():
     assert RunProfile("p", waited).pace.iteration_secs == 0.75
     assert run.tokens_per_step == 256
     assert run.pace.stall_secs_per_step == pytest.approx(0.1)
-    assert run.pace.stall_secs_per_snapshot == pytest.approx(0.1)
     assert run.pace.mean_snapshot_bytes == 100
     assert run.pace.mean_lap_secs == pytest.approx((180 - 146 - 1.5) / 40)
     assert run.restarts.restart_secs == pytest.approx((8 + 13) / 2)

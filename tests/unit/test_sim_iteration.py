@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from moe_ckpt.errors import ConfigError
 from moe_ckpt_sim.cluster.cluster import Cluster, ClusterLayout, Parallel
-from moe_ckpt_sim.workload.iteration import Timing, breakdown, bubble_fraction, estimate, heaviest_chunk, pipeline_slots
+from moe_ckpt_sim.workload.iteration import Timing, breakdown, estimate, heaviest_chunk, pipeline_slots
 from moe_ckpt_sim.workload.model import ModelSpec, Precision
 from moe_ckpt_sim.workload.training import Batch
 
@@ -23,6 +23,11 @@ CLUSTER = Cluster(
 FREE = replace(CLUSTER, nvlink_bytes_per_sec=1e30, nic_bytes_per_sec=1e30, alpha_secs=0.0)
 """Links that cost nothing."""
 FP16 = Precision()
+
+
+def bubble_fraction(stages, micro_batches, chunks=1):
+    """Portion of the pipeline's time in which a stage is idle."""
+    return 1 - micro_batches / pipeline_slots(stages, micro_batches, chunks)
 
 
 def cost(batch=64, micro=1, cluster=CLUSTER, model=MODEL, precision=FP16, timing=None, **parallel):

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from moe_ckpt.comm.lane import MessageLane
-from moe_ckpt.comm.links import Links, take_links
+from moe_ckpt.comm.links import take_links
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.errors import PeerLostError, StoreError
 from moe_ckpt.notices import announce
@@ -92,9 +92,6 @@ class SoloCommunicator:
         if any(expected.values()):
             raise ValueError("one process has no peer to receive from")
 
-    def scope(self, ranks: Sequence[int]) -> Communicator:
-        return self
-
     def enter(self, generation: int) -> None:
         pass
 
@@ -112,14 +109,13 @@ class GlooCommunicator:
     One lane is for what the training thread asks and for agreements, one for the persist threads. What is combined over
     ranks goes along a tree (``comm.lane``): a rank sends and receives O(log R) messages, however many ranks there are.
 
-    Must be created on all of its ranks at the same point, after ``init_process_group``. No call of the training thread
+    Must be created on all ranks at the same point, after ``init_process_group``. No call of the training thread
     waits longer for a peer than ``timeout_secs`` and, while the group is made, the ten seconds by which torch looks
     again. ``combine`` and ``announce``, which are for the persist threads, wait for other ranks' storage
     (``_WRITE_TIMEOUT``).
 
     Args:
         timeout_secs: See above.
-        ranks: Of the default process group; None for all. They are numbered from 0 in here.
 
     Raises:
         PeerLostError: Here and in every call, when a peer did not come or answer in time, or after ``abort``.
@@ -128,23 +124,15 @@ class GlooCommunicator:
 
     agrees_late = True
 
-    def __init__(self, timeout_secs: float, ranks: Sequence[int] | None = None) -> None:
+    def __init__(self, timeout_secs: float) -> None:
         timeout = timedelta(seconds=timeout_secs)
         self._timeout_secs = timeout_secs
-        self._ranks = tuple(range(dist.get_world_size()) if ranks is None else ranks)
-        self.rank, self.world_size = self._ranks.index(dist.get_rank()), len(self._ranks)
+        self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         with self._waiting_for("all ranks to start checkpointing", _SHARED_STORE if shares_store() else ""):
-            links = take_links(timeout) if ranks is None else Links(self._ranks, timeout)
-        self._links = links
+            self._links = links = take_links(timeout)
         self._agreeing = MessageLane(ThreadName.AGREE, links, _AGREED, timeout)  # this one broadcasts
         self._persisting = MessageLane(ThreadName.MESSAGES, links, _PERSISTED, _WRITE_TIMEOUT)
         self._node = self._agreeing.node
-
-    def scope(self, ranks: Sequence[int]) -> Communicator:
-        """Those of ``ranks`` among themselves. They must all call this, and nobody else."""
-        if len(ranks) == 1:
-            return SoloCommunicator()
-        return GlooCommunicator(self._timeout_secs, [self._ranks[rank] for rank in ranks])
 
     def enter(self, generation: int) -> None:
         self._agreeing.generation = self._persisting.generation = generation

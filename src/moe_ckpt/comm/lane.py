@@ -77,14 +77,14 @@ _Jobs = queue.SimpleQueue[Callable[[], None] | None]
 
 
 class MessageLane:
-    """Point-to-point messages between some ranks, each with the generation that it belongs to.
+    """Point-to-point messages between ranks, each with the generation that it belongs to.
 
-    Made on all of these ranks alike. ``submit`` may be called on any thread; everything else only by jobs. On one lane
+    Made on all ranks alike. ``submit`` may be called on any thread; everything else only by jobs. On one lane
     of the same links at most may there be broadcasts, which have no tags.
 
     Args:
         name: Of the thread.
-        links: Of the ranks.
+        links: Of all ranks.
         tag: Of the lane's messages; another one than those of the other lanes of the same links.
         timeout: Longest wait for a peer.
 
@@ -94,8 +94,8 @@ class MessageLane:
     """
 
     def __init__(self, name: ThreadName, links: Links, tag: int, timeout: timedelta) -> None:
-        self._links, self._ranks, self._group, self._tag = links, links.ranks, links.group, links.first_tag + tag
-        self.node = TreeNode(self._ranks.index(dist.get_rank()), len(self._ranks))
+        self._links, self._group, self._tag = links, links.group, links.first_tag + tag
+        self.node = TreeNode(dist.get_rank(), dist.get_world_size())
         self.generation = 0
         self._timeout = timeout
         self._lock = threading.Lock()
@@ -190,10 +190,10 @@ class MessageLane:
         """Rank ``source``'s payload, on every rank."""
         mine = self.node.rank == source
         head = self._head(payload)
-        dist.broadcast(head, src=self._ranks[source], group=self._group)
+        dist.broadcast(head, src=source, group=self._group)
         body = _tensor(payload) if mine else torch.empty(int(head[0]), dtype=torch.uint8)
         if int(head[0]):
-            dist.broadcast(body, src=self._ranks[source], group=self._group)
+            dist.broadcast(body, src=source, group=self._group)
         self._require_own(int(head[1]), int(head[1]))
         return body.numpy().tobytes()
 
@@ -209,7 +209,7 @@ class MessageLane:
             outgoing: Rank -> what it gets of this one.
             expected: Rank -> where what it sends goes.
         """
-        me, ranks = self.node.rank, len(self._ranks)
+        me, ranks = self.node.rank, self.node.ranks
         for distance in range(1, ranks):
             target, source = (me + distance) % ranks, (me - distance) % ranks
             works = [self._send(part, target) for tensor in outgoing.get(target, ()) for part in _chunks(tensor)] + [
@@ -242,10 +242,10 @@ class MessageLane:
         return torch.tensor([len(payload), self.generation])
 
     def _send(self, data: torch.Tensor, target: int) -> dist.Work | None:
-        return dist.isend(data, dst=self._ranks[target], group=self._group, tag=self._tag)
+        return dist.isend(data, dst=target, group=self._group, tag=self._tag)
 
     def _receive(self, data: torch.Tensor, source: int) -> dist.Work | None:
-        return dist.irecv(data, src=self._ranks[source], group=self._group, tag=self._tag)
+        return dist.irecv(data, src=source, group=self._group, tag=self._tag)
 
     def _wait(self, work: dist.Work | None) -> None:
         if work is not None:  # None: this rank is not of the group

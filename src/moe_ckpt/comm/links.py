@@ -15,7 +15,6 @@ import contextlib
 import secrets
 import time
 import weakref
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -32,16 +31,14 @@ _AT_ONCE = timedelta(milliseconds=1)
 
 
 class Links:
-    """The connections of some ranks to one another: one gloo group. Made on all of these ranks at the same point.
+    """The connections of all ranks to one another: one gloo group. Made on all of them at the same point.
 
     Args:
-        ranks: Of the default process group.
         timeout: As given to torch, for making the group.
-        group: Of all ranks, made before; None for a new one.
+        group: Made before; None for a new one.
 
     Attributes:
-        ranks: As given; lanes name their places in this list.
-        group: Of these ranks. A wait on it that times out closes its connections, for all of its lanes.
+        group: Of all ranks. A wait on it that times out closes its connections, for all of its lanes.
         is_sound: No operation on it has failed or been given up on this rank.
         first_tag: Tags of this session's messages begin here: another one than those of earlier sessions on the group.
 
@@ -49,19 +46,12 @@ class Links:
         RuntimeError: Not all of the ranks came.
     """
 
-    def __init__(self, ranks: Sequence[int], timeout: timedelta, group: dist.ProcessGroup | None = None) -> None:
-        self.ranks = tuple(ranks)
+    def __init__(self, timeout: timedelta, group: dist.ProcessGroup | None = None) -> None:
         self.is_sound = True
         self.first_tag = 0
         self._timeout, self._number = timeout, 0
         self._world: _DefaultGroup | None = None
-        everybody = len(self.ranks) == dist.get_world_size()
-        self.group = group or dist.new_group(
-            None if everybody else list(self.ranks),
-            backend="gloo",
-            timeout=timeout,
-            use_local_synchronization=not everybody,
-        )
+        self.group = group or dist.new_group(backend="gloo", timeout=timeout)
 
     def lend(self, world: _DefaultGroup, number: int) -> None:
         """One session has these of ``world``, until ``give_back``."""
@@ -73,7 +63,7 @@ class Links:
         does."""
         self.is_sound = False
         with contextlib.suppress(RuntimeError, ValueError):  # the latter: the default group is gone
-            peer = next(rank for rank in self.ranks if rank != dist.get_rank())
+            peer = 0 if dist.get_rank() else 1
             nothing = torch.empty(1, dtype=torch.uint8)
             work = dist.irecv(nothing, src=peer, group=self.group, tag=self.first_tag + _LANES - 1)
             if work is not None:
@@ -175,7 +165,7 @@ def take_links(timeout: timedelta) -> Links:
         _newest = _DefaultGroup(default)
     world = _newest
     taken = world.taken(timeout) if world.has_begun else None
-    links = Links(range(dist.get_world_size()), timeout, None if taken is None else taken[1])
+    links = Links(timeout, None if taken is None else taken[1])
     if not world.has_begun:
         world.begin(links)
     links.lend(world, world.opened if taken is None else taken[0])

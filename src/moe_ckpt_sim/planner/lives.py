@@ -114,10 +114,6 @@ class RunPace:
         return sum(life.stall_secs for life in self.lives) / max(1, sum(life.steps for life in self.lives))
 
     @property
-    def stall_secs_per_snapshot(self) -> float:
-        return sum(life.stall_secs for life in self.lives) / max(1, sum(life.begun for life in self.lives))
-
-    @property
     def mean_snapshot_bytes(self) -> float:
         """Mean bytes of rank 0's snapshots."""
         return sum(life.snapshot_bytes for life in self.lives) / max(1, sum(life.begun for life in self.lives))

@@ -120,11 +120,6 @@ def pipeline_slots(stages: int, micro_batches: int, chunks: int = 1) -> float:
     return micro_batches + (stages - 1) / chunks
 
 
-def bubble_fraction(stages: int, micro_batches: int, chunks: int = 1) -> float:
-    """Portion of the pipeline's time in which a stage is idle. Raises as ``pipeline_slots``."""
-    return 1 - micro_batches / pipeline_slots(stages, micro_batches, chunks)
-
-
 def estimate(layout: ClusterLayout, batch: Batch, precision: Precision, timing: Timing | None = None) -> Iteration:
     """Estimate an iteration by ``breakdown``. Times that ``timing`` sets replace the estimates.
 

@@ -1,4 +1,4 @@
-"""Communicators of some ranks, of one life of the run, that can be given up."""
+"""Communicators that are given up, and messages of another life of the run."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from moe_ckpt.comm.communicator import GlooCommunicator
 from moe_ckpt.errors import PeerLostError, StoreError
 from tests.support import start_ranks
 
-RANKS = 4
 TIMEOUT_SECS = 120.0
 SOON_SECS = 60.0
 IMPATIENT_SECS = 2.0
@@ -23,34 +22,6 @@ IMPATIENT_SECS = 2.0
 
 def _numbers(*values: int) -> np.ndarray:
     return np.array(values, dtype=np.int64)
-
-
-def _everything(comm) -> dict:
-    """One of each call, on both threads' lanes; what tells the ranks apart is their number in the default group."""
-    me = dist.get_rank()
-    summed, largest = comm.agree(_numbers(me), _numbers(me))
-    return {
-        "place": (comm.rank, comm.world_size),
-        "agreed": (int(summed[0]), int(largest[0])),
-        "shared": comm.share(bytes([me]), comm.world_size - 1),
-        "combined": comm.combine([bytes([me])]),
-        "announced": comm.announce(bytes([me])),
-    }
-
-
-def _scopes(rank: int, world_size: int) -> dict:
-    """Two scopes at once, each in an order of its own, while the whole world's messages go on."""
-    comm = GlooCommunicator(TIMEOUT_SECS)
-    underway = comm.start_agreement(lambda: _numbers(1), _numbers(rank))
-    scope = [3, 1] if rank % 2 else [0, 2]
-    part = comm.scope(scope)
-    found = {"part": _everything(part), "whole": _everything(comm), "underway": int(underway.result()[0][0])}
-    if rank == 0:
-        alone = comm.scope([0])
-        found["alone"] = alone.combine([b"me"]), alone.world_size
-    part.close()
-    comm.close()
-    return found
 
 
 def _failure(call) -> tuple[str, str, float]:
@@ -118,25 +89,6 @@ def _generations(rank: int, world_size: int) -> dict:
         found[name] = _failure(lambda call=call, comm=comm: call(comm))
     dist.barrier()
     return found
-
-
-def test_some_ranks_talk_among_themselves_while_all_do():
-    outcomes = start_ranks(_scopes, RANKS)
-    for outcome in outcomes:
-        assert outcome.ok, outcome.error
-    found = [outcome.value for outcome in outcomes]
-    for rank, scope in {0: [0, 2], 2: [0, 2], 3: [3, 1], 1: [3, 1]}.items():
-        part = found[rank]["part"]
-        place = scope.index(rank)
-        assert part["place"] == (place, 2)
-        assert part["agreed"] == (sum(scope), max(scope))
-        assert part["shared"] == bytes([scope[1]])
-        assert part["combined"] == (None if place else [bytes(scope)])
-        assert part["announced"] == bytes([scope[0]])
-        whole = found[rank]["whole"]
-        assert (whole["agreed"], whole["shared"], whole["announced"]) == ((6, 3), b"\x03", b"\x00")
-        assert found[rank]["underway"] == RANKS
-    assert found[0]["alone"] == ([b"me"], 1)
 
 
 @pytest.fixture(scope="module")

@@ -94,7 +94,8 @@ def own(run: Run, told: Callable[[], dict[str, tuple[int, int, bytes]]]) -> list
     theirs = told().keys()
     files = (path for path in Path(run.memory).rglob("*") if path.is_file())
     foreign = ("a" * 32, "b" * 32)
-    return [path for path in files if str(path) not in theirs and not any(part.startswith(foreign) for part in path.parts)]
+    others_here = (path for path in files if str(path) not in theirs)
+    return [path for path in others_here if not any(part.startswith(foreign) for part in path.parts)]
 
 
 def most_left(run: Run) -> Counter[str]:

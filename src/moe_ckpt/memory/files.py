@@ -411,21 +411,21 @@ def left_bytes(run: Path) -> int:
     return used_bytes(*(path for _, _, path in rank_directories(run) if not holder_of(path)))
 
 
-def sweep(own: Path) -> int:
+def sweep(beginning: Path) -> int:
     """Remove what runs left that are over: of another boot, or without a living process for a day.
 
     Trouble with one of them is a warning, and no reason for this run not to begin.
 
     Args:
-        own: The directory of the run that begins here, which is left alone; the others lie beside it.
+        beginning: The directory of the run that begins here, which is left alone; the others lie beside it.
 
     Returns:
         How many bytes were freed.
     """
     freed = 0
-    for run in entries(own.parent):
+    for run in entries(beginning.parent):
         try:
-            freed += _swept(run) if run != own and run.is_dir() else 0
+            freed += _swept(run) if run != beginning and run.is_dir() else 0
         except OSError as error:
             log.warning("%s is not touched: %s", run, error)
     return freed

@@ -115,10 +115,10 @@ def _inspect(run: RunContext, memory: Memory, run_id: str) -> tuple[int, int, _F
     """
     if os.path.isdir(memory.root):  # else an error tells that, and it lies nowhere
         say_file_system(memory.root)
-    own = run_directory(memory.root, run_id, run.storage.root)
-    newest = newest_generation(own)
-    sweep(own)
-    leftover_nbytes = left_bytes(own)
+    directory = run_directory(memory.root, run_id, run.storage.root)
+    newest = newest_generation(directory)
+    sweep(directory)
+    leftover_nbytes = left_bytes(directory)
     budget = run.settings.host_memory_bytes or default_budget_bytes(run.settings.local_ranks, leftover_nbytes)
     available = available_bytes()
     machine = None if available is None else available + leftover_nbytes

@@ -41,7 +41,7 @@ def same_as_its_source(root: str, copy: Slot) -> bool:
     """To the last bit of every slice."""
     slot, header = Slot.open(copy.path)
     sources = (path.with_suffix("") for path in Path(root).glob(f"node_*/**/rank_{header.rank:05d}/*.head"))
-    own = next(s for s, h in map(Slot.open, sources) if (h.rank, h.sequence) == (header.rank, header.sequence))
+    own = next(s for s, h in map(Slot.open, sources) if (h.rank, h.identity) == (header.rank, header.identity))
     for part in header.parts:
         for entry in header.slices(part, "a copy"):
             begin, end = part.begin + entry.begin, part.begin + entry.end

@@ -203,7 +203,7 @@ def test_a_damaged_gradient_is_said_and_an_older_step_can_be_made(place, capsys)
     complete = listed(run, capsys)[0]  # the kill may have come between two seals of a newer step
     headers = {path: header_of(path) for path in Path(run.memory).rglob("*.head")}
     gradients = {path: header for path, header in headers.items() if header.only and header.step <= complete}
-    newest = max(gradients, key=lambda path: gradients[path].sequence)
+    newest = max(gradients, key=lambda path: gradients[path].identity.number)
     step = gradients[newest].step
     spoil(newest, "gradient")
     before = _directories(run)

@@ -254,7 +254,7 @@ def test_a_damaged_gradient_costs_the_steps_that_need_it(place):  # noqa: F811
     run = logged(LOG, place)
     assert live(replace(run, crash=("compute, sealed", 9))) == KILLED, output(run)
     logged_alone = (path for path in sealed(run) if header_of(path).only == "gradients")
-    spoil(max(logged_alone, key=lambda path: header_of(path).sequence), "gradient")
+    spoil(max(logged_alone, key=lambda path: header_of(path).identity.number), "gradient")
     assert live(run) == 0, output(run)
     assert "is damaged: it is set aside, and not used" in output(run)
     assert split_lives(events(run))[-1][0]["step"] == 7, "an older step that can be reached"
@@ -266,7 +266,7 @@ def test_a_damaged_anchor_costs_all_steps_that_need_it(place):  # noqa: F811
     run = logged(replace(LOG, to_storage=6), place)
     assert live(replace(run, crash=("compute", 9))) == KILLED, output(run)
     dense = [path for path in sealed(run) if header_of(path).contents.since is None]
-    spoil(max(dense, key=lambda path: header_of(path).sequence), "expert")
+    spoil(max(dense, key=lambda path: header_of(path).identity.number), "expert")
     assert live(run) == 0, output(run)
     assert "is damaged: it is set aside, and not used" in output(run)
     assert split_lives(events(run))[-1][0]["step"] == 6, output(run)

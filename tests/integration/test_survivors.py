@@ -460,10 +460,10 @@ def test_stopped_at_random_times(seed, place):  # noqa: F811
 def kept_step(run: Run) -> int | None:
     """The step of which memory has the survivor's share, the dead rank's as that one lent it, and its plain state."""
     headers = [decode_slot(path.read_bytes(), str(path)) for path in Path(run.memory).rglob("*.head")]
-    newest = max((header.generation for header in headers), default=0)
+    newest = max((header.identity.generation for header in headers), default=0)
     found: dict[int, set[str]] = {}
     for header in headers:
-        if header.generation == newest and header.sealer is not None:
+        if header.identity.generation == newest and header.sealer is not None:
             found.setdefault(header.step, set()).add(f"{header.rank} {header.only}")
     both = [{f"{rank} tensors", f"{rank} state"} for rank in range(2)]
     return max((step for step, told in found.items() if any(each <= told for each in both)), default=None)

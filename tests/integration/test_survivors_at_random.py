@@ -39,8 +39,8 @@ class Sealed(NamedTuple):
 
 def sealed(run: Run) -> Sealed:
     headers = [decode_slot(path.read_bytes(), str(path)) for path in Path(run.memory).rglob("*.head")]
-    newest = max((header.generation for header in headers), default=0)
-    of = [header for header in headers if header.generation == newest and header.sealer is not None]
+    newest = max((header.identity.generation for header in headers), default=0)
+    of = [header for header in headers if header.identity.generation == newest and header.sealer is not None]
     told = {(header.step, header.rank, header.only) for header in of}
     steps = {step for step, rank, only in told if only == TENSORS and (step, 1 - rank, "") in told}
     whole = {step for step, rank, only in told if only == TENSORS and (step, rank, STATE) in told}

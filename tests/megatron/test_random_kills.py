@@ -138,12 +138,12 @@ def is_on_both_nodes(directory: Path) -> bool:
     After the loss of a node the other one alone has the run, until then: nobody could stand its loss, too.
     """
     found = [(path, Slot.open(path)[1]) for path in (directory / "memory").rglob("*.head")]
-    newest = max((header.generation for _, header in found), default=0)
+    newest = max((header.identity.generation for _, header in found), default=0)
     shares: dict[tuple[str, int], set[int]] = {}
     for path, header in found:
-        if header.generation == newest and header.sealer is None:
+        if header.identity.generation == newest and header.sealer is None:
             node = path.relative_to(directory / "memory").parts[0]
-            shares.setdefault((node, header.sequence), set()).add(header.rank)
+            shares.setdefault((node, header.identity.number), set()).add(header.rank)
     return len({node for (node, _), ranks in shares.items() if ranks == set(RANKS)}) == 2
 
 
@@ -168,9 +168,9 @@ def again(directory: Path) -> list[int]:
 def kept_by(directory: Path) -> dict[int, int]:
     """Rank -> step that it sealed of the newest life, when it heard of the death of another one."""
     headers = [Slot.open(path)[1] for path in (directory / "memory").rglob("*.head")]
-    newest = max((header.generation for header in headers), default=0)
+    newest = max((header.identity.generation for header in headers), default=0)
     own = [h for h in headers if h.sealer == h.rank and not h.only]
-    return {header.rank: header.step for header in own if header.generation == newest}
+    return {header.rank: header.step for header in own if header.identity.generation == newest}
 
 
 def require_none_torn(directory: Path, kept: dict[int, dict[int, int]]) -> None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from moe_ckpt import Memory
 from moe_ckpt.comm.communicator import make_communicator
-from moe_ckpt.core.step import Contents, Facts
+from moe_ckpt.core.step import Contents, Facts, Step
 from moe_ckpt.format.shard import Checksums, ShardHeader, SliceEntry, encode_header, in_a_row
 from moe_ckpt.format.slot import SlotHeader, SlotPart, encode_slot
 from moe_ckpt.memory.files import MemoryFiles
@@ -118,7 +118,7 @@ def slot_header(
     """That of a slot of which only the slices matter."""
     contents, facts = Contents(("gate/0",)), Facts(index=step, base="", applied=np.array([[step]]))
     of_slot = {"contents": contents, "facts": facts, "state": b"{}", "parts": parts}
-    return SlotHeader(run_id, "a-life", step, step, generation, rank, ranks, nbytes, 0, **of_slot)
+    return SlotHeader(Step(run_id, "a-life", generation, step, step), rank, ranks, nbytes, 0, **of_slot)
 
 
 def _part(slot: Slot, kind: str, begin: int, end: int, facts: tuple[int, int, int]) -> SlotPart:

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_ckpt.core.anchors import Anchors
+from moe_ckpt.core.step import Step
 from moe_ckpt.ledger.freshness import STALE
 from moe_ckpt.ledger.retention import needed, newest_checkpoint
 from moe_ckpt.reading.memory.memory_shares import Share, beneath_of, checkpoints_of, snapshots_of
@@ -138,8 +139,8 @@ def test_what_stays_is_what_ways_to_the_newest_step_and_later_ones_need(given_ro
 
 def share(sequence, writer=0, since=None, **more):
     fitted = {"step": sequence + 1, "freshness": 0, **more}
-    fields = fitted["step"], writer, 2, None, ""
-    return Share(0, "node", 10 * sequence + writer, "life", 1, sequence, *fields, 0, fitted["freshness"], False, since)
+    identity = Step("run", "life", 1, fitted["step"], sequence)
+    return Share(0, "node", 10 * sequence + writer, identity, writer, 2, None, "", 0, fitted["freshness"], False, since)
 
 
 def both(sequence, since=None, **more):

@@ -238,7 +238,7 @@ def test_a_second_fault_before_the_next_commit_profits_again(tmp_path):
         come_back(life)
         life.go(2, settle=True)
         assert held_steps(life) == [8], "step 6 is forgotten"
-        assert find(life, 8).header.generation == life.session.generation == 1
+        assert find(life, 8).header.identity.generation == life.session.generation == 1
         assert life.session._resources.pipeline._pool.lent_bytes == life.session.tier.nbytes
 
 

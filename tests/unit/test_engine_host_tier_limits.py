@@ -241,7 +241,7 @@ def test_of_two_lives_that_offered_the_same_step_the_committed_one_counts(tmp_pa
         with pytest.raises(RuntimeError, match="closed by peer"):
             life.settle()
     with Life(LocalStorage(tmp_path), policy=MoC(k=1, snapshot_k=4)) as life:
-        held = [(h.header.step, h.header.generation) for h in life.session.tier.holds()]
+        held = [(h.header.step, h.header.identity.generation) for h in life.session.tier.holds()]
         assert held == [(5, 0), (6, 1)], "the second life did not go on from the first's (6, 0)"
         fault = resume(life)
         assert (fault.restored_step, fault.lost_tokens) == (6, 0)

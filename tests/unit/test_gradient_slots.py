@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from moe_ckpt.core.anchors import MOST_SLOTS, NONE, Anchors
+from moe_ckpt.core.step import Step
 from moe_ckpt.ledger.retention import MemoryStep, is_live, live_groups, needed, newest_checkpoint
 from moe_ckpt.policies.schedules.rolling import held_bytes_per_parameter, most_held_bytes_per_parameter
 from moe_ckpt.reading.memory.memory_shares import Share, checkpoints_of, without
@@ -139,7 +140,7 @@ def test_a_step_has_so_many_slots_at_most():
 
 
 def share(sequence: int, writer: int = 0, **more) -> Share:
-    return Share(writer, "node", 0, "life", 0, sequence, sequence, writer, 1, None, "", **more)
+    return Share(writer, "node", 0, Step("run", "life", 0, sequence, sequence), writer, 1, None, "", **more)
 
 
 def test_a_checkpoint_is_complete_with_the_gradients_that_lead_to_it_and_no_others():

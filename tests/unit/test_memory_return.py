@@ -11,7 +11,7 @@ import pytest
 
 from moe_ckpt import Memory
 from moe_ckpt.comm.communicator import largest
-from moe_ckpt.core.step import Tier
+from moe_ckpt.core.step import Step, Tier
 from moe_ckpt.driver.messages import Messages
 from moe_ckpt.errors import StoreError
 from moe_ckpt.memory.slot import Slot
@@ -192,7 +192,8 @@ def test_a_damaged_checkpoint_on_storage_costs_what_memory_is_laid_over_and_no_s
 
 
 def share(writer: int, step: int, *, writers: int = 3, generation: int = 1, window: Any = None) -> Share:
-    return Share(0, "a-node", step, "life", generation, step, step, writer, writers, window, "step_00000001")
+    identity = Step("run", "life", generation, step, step)
+    return Share(0, "a-node", step, identity, writer, writers, window, "step_00000001")
 
 
 @pytest.mark.parametrize(

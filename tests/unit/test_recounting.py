@@ -11,7 +11,7 @@ import pytest
 
 from moe_ckpt import Memory
 from moe_ckpt.comm.communicator import SoloCommunicator
-from moe_ckpt.core.step import Facts
+from moe_ckpt.core.step import Facts, Step
 from moe_ckpt.core.tokens import TokenBook
 from moe_ckpt.errors import PeerLostError
 from moe_ckpt.format.manifest import Manifest, ModelRecord
@@ -51,9 +51,10 @@ def test_what_ranks_that_go_back_had_counted_does_not_count():
 
 def test_a_step_on_which_ranks_had_not_agreed_counts_as_kept():
     """Of each rank the newest: the last is lost, and the third stopped an update before the others."""
+    identities = [Step("run", "life", 1, step, step, parting=True) for step in (8, 8, 7)]
     shares = [
-        Share(rank, "a", rank, "life", 1, step, step, rank, 4, None, "", sealer=rank, unagreed=step == 8)
-        for rank, step in ((0, 8), (1, 8), (2, 7))
+        Share(rank, "a", rank, identity, rank, 4, None, "", sealer=rank, unagreed=identity.step == 8)
+        for rank, identity in enumerate(identities)
     ]
     kept = KeptState(SimpleNamespace(shares=shares), 4)
     assert kept.steps() == [8, 8, 7, None]

@@ -75,7 +75,8 @@ def slot_of(
     """Of which only the header matters."""
     header = slot_header("run", step, 1, rank, 2, 8, ())
     contents = replace(header.contents, window=None if window is None else WindowPlace(*window), since=since)
-    return FoundSlot(None, replace(header, life=life, contents=contents))  # type: ignore[arg-type]
+    identity = replace(header.identity, life=life)
+    return FoundSlot(None, replace(header, identity=identity, contents=contents))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

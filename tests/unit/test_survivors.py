@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from moe_ckpt import Memory
 from moe_ckpt.core.placement import lends
+from moe_ckpt.core.step import Step
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.format.slot import STATE, TENSORS
 from moe_ckpt.reading.memory.memory_checkpoints import say_kept
@@ -27,16 +28,17 @@ from moe_ckpt.reading.memory.memory_shares import (
     teller_of,
 )
 
-DUE = Share(0, "a", 0, "life", 3, 7, 40, 0, 2, None, "step_00000001_g3")
+DUE = Share(0, "a", 0, Step("run", "life", 3, 40, 7), 0, 2, None, "step_00000001_g3")
 """Of a partial checkpoint of step 40, as rank 0 of two sealed it."""
 
 
-def due(rank: int, **other: object) -> Share:
-    return replace(DUE, holder=rank, number=rank, writer=rank, **other)
+def due(rank: int, *, step: int = 40, sequence: int = 7, **other: object) -> Share:
+    identity = replace(DUE.identity, step=step, number=sequence)
+    return replace(DUE, holder=rank, number=rank, writer=rank, identity=identity, **other)
 
 
 def own(rank: int, step: int = 40) -> Share:
-    return due(rank, sequence=step, step=step, sealer=rank)
+    return replace(due(rank), identity=Step("run", "life", 3, step, step, parting=True), sealer=rank)
 
 
 def lent(rank: int, by: int, step: int = 40) -> Share:
@@ -188,7 +190,9 @@ def test_what_survivors_sealed_of_the_last_step_of_a_log_is_beside_it():
     assert newer_than(of_log(shares), shares) is None
 
 
-@pytest.mark.parametrize("other", [own(0, 39), own(0, 41), replace(own(0), life="another")])
+@pytest.mark.parametrize(
+    "other", [own(0, 39), own(0, 41), replace(own(0), identity=Step("run", "another", 3, 40, 40, parting=True))]
+)
 def test_what_survivors_sealed_of_another_step_or_life_is_not(other):
     shares = [*LOGGED, other]
     assert sealed_beside(of_log(shares), snapshots_of(shares)) is None

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from moe_ckpt.core.anchors import GradientGroups
-from moe_ckpt.core.step import Contents, Facts, WindowPlace
+from moe_ckpt.core.step import Contents, Facts, Step, WindowPlace
 from moe_ckpt.core.tokens import NO_COUNTS, fault_rows, faults_in
 from moe_ckpt.errors import DamagedError
 from moe_ckpt.format import FORMAT_VERSION
@@ -186,11 +186,7 @@ class SlotHeader:
     """The header of one slot (see the module).
 
     Attributes:
-        run_id: Of the store.
-        life: Names the life of the run, by a token that no other life has.
-        sequence: Snapshots of that life before this one; with a ``sealer``, the step.
-        step: Of the state that was copied.
-        generation: Of that life.
+        identity: Names the snapshot.
         rank: Whose share it is.
         world_size: Ranks of that life.
         nbytes: Of the slot.
@@ -201,16 +197,12 @@ class SlotHeader:
         parts: What lies in the slot.
         sent: It is a copy of what its rank sent to peers, which is not all of the rank's share.
         only: ``STATE``, ``TENSORS`` or ``GRADIENTS`` where it is not all; else empty.
-        sealer: The rank that sealed its own or another's share because training may stop; None if the snapshot was due.
+        sealer: The rank that sealed its own or another's share where training may stop; None if the snapshot was due.
         beside: Places in ``contents.groups`` of the slots of ``GRADIENTS`` that were sealed with this one.
         place: Of ``GRADIENTS``, which of these it is.
     """
 
-    run_id: str
-    life: str
-    sequence: int
-    step: int
-    generation: int
+    identity: Step
     rank: int
     world_size: int
     nbytes: int
@@ -225,6 +217,10 @@ class SlotHeader:
     beside: tuple[int, ...] = ()
     place: int = 0
 
+    @property
+    def step(self) -> int:
+        return self.identity.step
+
     def slices(self, part: SlotPart, path: str) -> tuple[SliceEntry, ...]:
         """The slices of one part, with checksums.
 
@@ -235,15 +231,15 @@ class SlotHeader:
             DamagedError: The part's header is of another run, life, step or rank.
         """
         header = part.header(path)
-        identity = header.run_id, header.step, header.generation, header.rank
-        if identity != (self.run_id, self.step, self.generation, self.rank):
-            raise DamagedError(path, f"{_NOT_OURS}a part is of {identity}", step=self.step, rank=self.rank)
+        stored = header.run_id, header.step, header.generation, header.rank
+        if stored != (self.identity.run, self.step, self.identity.generation, self.rank):
+            raise DamagedError(path, f"{_NOT_OURS}a part is of {stored}", step=self.step, rank=self.rank)
         if part.begin + header.data_nbytes > self.nbytes:
             raise DamagedError(path, f"{_NOT_OURS}a part ends beyond the slot", step=self.step, rank=self.rank)
         return header.slices
 
 
-_SCALARS = ("run_id", "life", "sequence", "step", "generation", "rank", "world_size", "nbytes", "freshness")
+_SCALARS = ("rank", "world_size", "nbytes", "freshness")
 
 
 def encode_slot(header: SlotHeader, full: Fragment | None = None) -> bytes:
@@ -257,6 +253,11 @@ def encode_slot(header: SlotHeader, full: Fragment | None = None) -> bytes:
     body = {
         "kind": KIND,
         "format_version": FORMAT_VERSION,
+        "run_id": header.identity.run,
+        "life": header.identity.life,
+        "sequence": header.identity.number,
+        "step": header.identity.step,
+        "generation": header.identity.generation,
         **{name: getattr(header, name) for name in _SCALARS},
         **encoded(header.contents, header.facts, full),
         "state": _piece(header.state),
@@ -300,7 +301,10 @@ def decode_slot(raw: bytes, path: str) -> SlotHeader:
         raise DamagedError(path, f"{_NOT_OURS}{len(raw) - end:,} bytes follow it")
     state, *headers = pieces
     contents, facts = decoded(body)
+    sealer = body.get("sealer")
+    run, life, generation, step, number = (body[n] for n in ("run_id", "life", "generation", "step", "sequence"))
     return SlotHeader(
+        Step(run, life, generation, step, number, parting=sealer is not None),
         **{name: body[name] for name in _SCALARS},
         contents=contents,
         facts=facts,
@@ -310,7 +314,7 @@ def decode_slot(raw: bytes, path: str) -> SlotHeader:
         ),
         sent=body["sent"],
         only=body["only"],
-        sealer=body.get("sealer"),
+        sealer=sealer,
         beside=tuple(body.get("beside", ())),
         place=body.get("place", 0),
     )

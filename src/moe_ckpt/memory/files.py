@@ -397,7 +397,7 @@ def _has_sealed(path: Path) -> bool:
 
 def newest_first(slots: Iterable[FoundSlot]) -> list[FoundSlot]:
     """Returns slots by step and life."""
-    return sorted(slots, key=lambda slot: (-slot.header.step, -slot.header.generation))
+    return sorted(slots, key=lambda slot: (-slot.header.step, -slot.header.identity.generation))
 
 
 def newest_generation(run: Path) -> int:

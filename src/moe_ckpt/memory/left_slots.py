@@ -106,10 +106,10 @@ def newest_of(slots: Sequence[FoundSlot], rank: int, most: int = _MOST_SNAPSHOTS
 def _goes_with(candidate: FoundSlot, newest: FoundSlot) -> bool:
     """Whether a checkpoint that ends with ``newest`` needs this one."""
     header, last = candidate.header, newest.header
-    if candidate is newest or header.life != last.life:
+    if candidate is newest or header.identity.life != last.identity.life:
         return candidate is newest
     if last.contents.since is not None:
-        return header.sealer is None and last.contents.since <= header.sequence <= last.sequence
+        return not header.identity.parting and last.contents.since <= header.identity.number <= last.identity.number
     window, window_of_candidate = last.contents.window, header.contents.window
     return window is not None and window_of_candidate is not None and window_of_candidate.start == window.start
 

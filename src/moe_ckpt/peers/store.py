@@ -94,7 +94,7 @@ class HeaderReader:
     def _layout(self, header: SlotHeader, part: SlotPart, path: str) -> tuple[_Layout, Checksums]:
         head, step, generation, checksums = split_header(part.raw, path)
         layout = self._layouts.get(head)
-        is_of_slot = (step, generation) == (header.step, header.generation)  # its run and rank are in the head
+        is_of_slot = (step, generation) == (header.step, header.identity.generation)  # its run and rank are in the head
         if layout is not None and is_of_slot and len(checksums) == len(layout.ends):
             self._layouts.move_to_end(head)
             return layout, checksums
@@ -360,11 +360,11 @@ def decoded(raw: bytes, run_id: str, generation: int, source: int, step: int) ->
             complete checkpoint beside a partial one of the same step counts as of a later one.
     """
     header = decode_slot(raw, f"the copy of rank {source}")
-    identity = header.run_id, header.rank, header.step
-    if identity != (run_id, source, step) or header.generation < generation:
+    identity = header.identity
+    if (identity.run, header.rank, identity.step) != (run_id, source, step) or identity.generation < generation:
         raise DamagedError(
             f"the copy of rank {source}",
-            f"it is of run {header.run_id}, generation {header.generation}, rank {header.rank}, step {header.step}; "
+            f"it is of run {identity.run}, generation {identity.generation}, rank {header.rank}, step {identity.step}; "
             f"expected: run {run_id}, generation {generation} or later, rank {source}, step {step}",
         )
     return header

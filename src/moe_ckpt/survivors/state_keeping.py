@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from moe_ckpt.core.step import Contents, Facts
+from moe_ckpt.core.step import Contents, Facts, Step
 from moe_ckpt.core.tokens import NO_COUNTS
 from moe_ckpt.format.shard import Checksums, seal_of
 from moe_ckpt.format.slot import STATE, SlotHeader, SlotPart, encode_slot
@@ -126,11 +126,7 @@ class StateKeeper:
             head = part.head(files.run_id, files.rank, number)
             parts = (SlotPart(part.kind, 0, head + seal_of(number, files.generation, checksums)),)
         return SlotHeader(
-            run_id=files.run_id,
-            life=files.life,
-            sequence=number,
-            step=number,
-            generation=files.generation,
+            Step(files.run_id, files.life, files.generation, number, number, parting=True),
             rank=files.rank,
             world_size=self._world_size,
             nbytes=slot.memory.numel(),

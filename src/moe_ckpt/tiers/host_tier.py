@@ -122,7 +122,7 @@ class HostTier:
         """This rank's share is written, and will be acknowledged next: it may become committed from here on."""
         if snapshot.contents.window is None:  # one step of a window is no state
             header = self._describe(snapshot)
-            name = f"{step_dir(header.step, header.generation)} in memory of process {os.getpid()}"
+            name = f"{step_dir(header.step, header.identity.generation)} in memory of process {os.getpid()}"
             with self._lock:
                 self._offered = FoundSlot(PrivateSlot(name, snapshot.buffer), header)
 

@@ -176,15 +176,10 @@ class SlotHeaders:
 
     def _header(self, snapshot: Snapshot, **of_slot: Any) -> SlotHeader:
         """of_slot: fields of this slot alone."""
-        identity = snapshot.identity
         return SlotHeader(
-            run_id=identity.run,
-            life=identity.life,
-            sequence=identity.number,
-            step=identity.step,
-            generation=identity.generation,
+            snapshot.identity,
             rank=snapshot.contents.writer(self._rank),
-            sealer=self._rank if identity.parting else None,
+            sealer=self._rank if snapshot.identity.parting else None,
             world_size=self._ranks,
             freshness=snapshot.freshness,
             **of_slot,

@@ -109,7 +109,7 @@ class MemoryCheckpoints:
         answer = RankZeroAnswer.of(reader.directories if comm.rank == 0 else None)
         shares = [vars(share) for share in shares_of(self._slots, comm.rank, tier.node)]
         here = [answer.payload, [str(slot.slot.path) for slot in self._slots], shares]
-        ranks = [json.loads(raw) for raw in comm.everyone(json.dumps(here).encode())]
+        ranks = [json.loads(raw) for raw in comm.everyone(json.dumps(here, default=vars).encode())]
         self.stored = answer.taken(ranks[0][0], f"list the store {reader.storage.root}")
         self.shares: list[Share] = []
         self.paths: dict[tuple[int, int], str] = {}

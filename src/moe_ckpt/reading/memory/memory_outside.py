@@ -193,7 +193,7 @@ class MemoryOutside:
             extent = f"memory has steps {min(snapshots)} to {max(snapshots)}" if snapshots else "memory has none"
             return f"no slot holds a part of it ({extent})"
         last = snapshots[step].shares[-1]
-        first = step if last.since is None else step - (last.sequence - last.since)
+        first = step if last.since is None else step - (last.identity.number - last.since)
         gaps: dict[str, list[int]] = defaultdict(list)
         for at in range(first, step + 1):
             if at not in snapshots:

@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from moe_ckpt.core.step import Step
 from moe_ckpt.format.manifest import step_dir
 from moe_ckpt.format.slot import GRADIENTS, STATE, TENSORS
 from moe_ckpt.ledger.freshness import STALE, UNKNOWN, of_all
@@ -23,10 +24,7 @@ class Share:
         holder: Rank of this life.
         node: Of the holder: ranks of one node reach each other's slots as files.
         number: Among the holder's slots.
-        life: That wrote it.
-        generation: Of that life.
-        sequence: Of the snapshot in that life, as of ``format.slot.SlotHeader``.
-        step: Of its state.
+        identity: Of the snapshot.
         writer: Rank of that life.
         writers: Ranks of that life.
         window: (first step, steps, place) of the sparse window that it is a step of; None if it stands by itself.
@@ -47,10 +45,7 @@ class Share:
     holder: int
     node: str
     number: int
-    life: str
-    generation: int
-    sequence: int
-    step: int
+    identity: Step
     writer: int
     writers: int
     window: tuple[int, int, int] | None
@@ -73,9 +68,18 @@ class Share:
         return step_dir(self.step, self.generation)
 
     @property
+    def step(self) -> int:
+        return self.identity.step
+
+    @property
+    def generation(self) -> int:
+        """The life of the run that wrote it."""
+        return self.identity.generation
+
+    @property
     def is_parting(self) -> bool:
         """True if it was sealed besides what was due, because training stopped."""
-        return self.sealer is not None
+        return self.identity.parting
 
     @property
     def is_lent(self) -> bool:
@@ -90,7 +94,7 @@ class Share:
     @property
     def snapshot(self) -> tuple[bool, int]:
         """Names the snapshot within its life, and orders those by age: what is sealed when training stops is newest."""
-        return self.is_parting, self.sequence
+        return self.identity.parting, self.identity.number
 
     def has(self, piece: int) -> bool:
         """True if the holder has the slot of gradients with ``piece``."""
@@ -207,7 +211,7 @@ def _by_snapshot(shares: Iterable[Share]) -> dict[_Key, list[Share]]:
     """Plain state by itself is no snapshot; it stands behind what is."""
     by_snapshot: dict[_Key, list[Share]] = {}
     for share in sorted(shares, key=lambda one: one.only == STATE):
-        key = share.life, share.snapshot
+        key = share.identity.life, share.snapshot
         if share.only != STATE or key in by_snapshot:
             by_snapshot.setdefault(key, []).append(share)
     return by_snapshot
@@ -232,7 +236,7 @@ def checkpoints_of(shares: Iterable[Share]) -> list[MemoryCheckpoint]:
             continue
         window, since = group[0].window, group[0].since
         if since is not None:
-            sequence = group[0].sequence
+            sequence = group[0].identity.number
             if sequence - since >= len(by_snapshot):  # some are lacking, however many it says
                 continue
             groups = [by_snapshot.get((life, (False, number)), []) for number in range(since, sequence + 1)]
@@ -263,7 +267,7 @@ def _with_gradients(
     gradients = []
     for snapshot in checkpoint.snapshots:
         one = next(iter(snapshot.values()))[0]
-        key = one.life, one.sequence
+        key = one.identity.life, one.identity.number
         if key not in places:
             places[key] = [GradientPiece(at, _lacking(snapshot, at)) for at in range(len(one.groups))]
         pairs = zip(places[key], one.groups, strict=True)
@@ -306,7 +310,7 @@ def without(shares: Iterable[Share], bad: Collection[tuple[int, int]]) -> list[S
 
 def without_log(shares: Iterable[Share], generation: int) -> list[Share]:
     """Returns the shares without those of a life's gradient log that updates lead to; full ones stay."""
-    return [share for share in shares if share.generation != generation or share.since in (None, share.sequence)]
+    return [share for share in shares if share.generation != generation or share.since in (None, share.identity.number)]
 
 
 def _may_be_built_upon(group: Sequence[Share]) -> bool:
@@ -398,7 +402,7 @@ def beneath_of(checkpoint: MemoryCheckpoint, snapshots: Iterable[MemoryCheckpoin
             return snapshot.step == mine.step and not mine.is_parting
         return snapshot.shares[0].snapshot < first
 
-    alike = (snapshot for snapshot in snapshots if snapshot.shares[0].life == mine.life)
+    alike = (snapshot for snapshot in snapshots if snapshot.shares[0].identity.life == mine.identity.life)
     return sorted(filter(lies_beneath, alike), key=lambda snapshot: (snapshot.step, snapshot.shares[0].snapshot))
 
 
@@ -413,7 +417,7 @@ def sealed_beside(checkpoint: MemoryCheckpoint, snapshots: Iterable[MemoryCheckp
         return None
     last = checkpoint.shares[-1]
     sealed = (snapshot for snapshot in snapshots if snapshot.is_parting)
-    alike = (one for one in sealed if (one.shares[0].life, one.step) == (last.life, checkpoint.step))
+    alike = (one for one in sealed if (one.shares[0].identity.life, one.step) == (last.identity.life, checkpoint.step))
     return next(alike, None)
 
 
@@ -426,7 +430,7 @@ def newer_than(checkpoint: MemoryCheckpoint, shares: Iterable[Share]) -> LeftBeh
         The newest such step, and the ranks that sealed it; None if there is none.
     """
     last = checkpoint.shares[-1]
-    sealed = [share for share in shares if share.is_own_at_parting and share.life == last.life]
+    sealed = [share for share in shares if share.is_own_at_parting and share.identity.life == last.identity.life]
     newest = max((share.step for share in sealed), default=checkpoint.step)
     if newest <= checkpoint.step:
         return None

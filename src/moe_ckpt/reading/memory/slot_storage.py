@@ -202,8 +202,8 @@ class SlotStorage:
             path = self.paths[share.holder, share.number]
             opened = FoundSlot(*Slot.open(Path(path)))
             header = opened.header
-            now = header.life, header.sequence, header.rank, header.sealer
-            if now != (share.life, share.sequence, share.writer, share.sealer):
+            now = header.identity, header.rank, header.sealer
+            if now != (share.identity, share.writer, share.sealer):
                 raise DamagedError(path, "now holds another snapshot", step=share.step)
             self._opened[share] = opened
         return self._opened[share]

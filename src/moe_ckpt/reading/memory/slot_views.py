@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from moe_ckpt.core.step import Contents, Facts
+from moe_ckpt.core.step import Contents, Facts, Step
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.errors import DamagedError
 from moe_ckpt.format.manifest import (
@@ -314,7 +314,7 @@ def shares_of(slots: Sequence[FoundSlot], holder: int, node: str) -> list[Share]
     """
 
     def key(header: SlotHeader) -> tuple[str, int, int]:
-        return header.life, header.sequence, header.rank
+        return header.identity.life, header.identity.number, header.rank
 
     gradient_slots: dict[tuple[str, int, int], dict[int, int]] = {}
     for number, slot in enumerate(slots):
@@ -332,10 +332,7 @@ def shares_of(slots: Sequence[FoundSlot], holder: int, node: str) -> list[Share]
                 holder=holder,
                 node=node,
                 number=number,
-                life=header.life,
-                generation=header.generation,
-                sequence=header.sequence,
-                step=header.step,
+                identity=header.identity,
                 writer=header.rank,
                 writers=header.world_size,
                 window=None if window is None else (window.start, window.size, window.slot),
@@ -361,4 +358,5 @@ def share_of(fields: Mapping[str, Any]) -> Share:
     def tuples(value: Any) -> Any:
         return tuple(map(tuples, value)) if isinstance(value, list) else value
 
-    return Share(**{name: tuples(value) for name, value in fields.items()})
+    shared = {name: tuples(value) for name, value in fields.items()}
+    return Share(**{**shared, "identity": Step(**fields["identity"])})

@@ -95,7 +95,7 @@ def test_no_copies_need_no_peers(tmp_path):
 @pytest.mark.parametrize(
     ("ranks", "choose", "said"),
     [
-        (2, lambda rank: {"replicas": rank}, "rank 0 has 0, and rank 1 has 1"),
+        (2, lambda rank: {"replicas": rank}, "replicas=0 on rank 0, replicas=1 on rank 1"),
         (2, lambda _: {"replicas": 1, "node": 0}, r"replicas=1.*0 other nodes \(1 in all\)"),
         (3, lambda _: {"replicas": 3}, r"replicas=3.*2 other nodes \(3 in all\)"),
         (1, lambda _: {"replicas": 1}, r"replicas=1.*0 other nodes \(1 in all\)"),
@@ -103,7 +103,7 @@ def test_no_copies_need_no_peers(tmp_path):
         (
             2,
             lambda rank: {"replicas": 1, "failure_domain": "r" if rank else None},
-            "rank 0 has None, and rank 1 has 'r'",
+            "failure_domain=None on rank 0, failure_domain=a name on rank 1",
         ),
         (
             3,

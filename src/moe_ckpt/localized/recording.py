@@ -60,11 +60,6 @@ class UpstreamLog:
         """The bytes of all logs, including what is not written yet."""
         return sum(self._sizes.values()) + sum(sealed.header.nbytes for sealed in self._earlier)
 
-    @property
-    def steps(self) -> tuple[int, ...]:
-        """The steps that have logs, including the one under way."""
-        return tuple(sorted(self._sizes))
-
     def continue_history(self, history: int) -> None:
         """Not all ranks went back: what is logged continues the logs of ``history`` (``LogHeader``)."""
         self._header = replace(self._header, history=history)

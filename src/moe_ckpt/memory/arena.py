@@ -64,28 +64,27 @@ class FreeSpace:
 
     def take(self, sizes: Sequence[int]) -> list[int] | None:
         """Take rooms of so many bytes, all or none; returns where they begin."""
-        taken: list[Span] = []
-        for nbytes in sizes:
-            room = rounded(nbytes)
-            begin = next((low for low, high in _gaps(self.used, self.end) if high - low >= room), None)
-            if begin is None:
-                for span in taken:
-                    self.used.remove(span)
-                return None
-            taken.append((begin, begin + room))
-            insort(self.used, taken[-1])
-        return [begin for begin, _ in taken]
+        rooms = self._rooms(sizes, self.end)
+        if rooms is None:
+            return None
+        for room in rooms:
+            insort(self.used, room)
+        return [begin for begin, _ in rooms]
 
     def end_for(self, sizes: Sequence[int]) -> int:
         """Returns where the range must end so that ``take`` finds rooms of these sizes."""
-        taken: list[Span] = []
-        end = self.end
-        for nbytes in sizes:
-            room = rounded(nbytes)
-            begin = next(low for low, high in _gaps([*self.used, *taken], sys.maxsize) if high - low >= room)
-            taken.append((begin, begin + room))
-            end = max(end, begin + room)
-        return end
+        return max([self.end, *(end for _, end in self._rooms(sizes, sys.maxsize) or ())])
+
+    def _rooms(self, sizes: Sequence[int], end: int) -> list[Span] | None:
+        """Returns free rooms of these sizes below ``end``; None if there are not all of them."""
+        rooms: list[Span] = []
+        for nbytes in map(rounded, sizes):
+            gaps = _gaps([*self.used, *rooms], end)
+            begin = next((low for low, high in gaps if high - low >= nbytes), None)
+            if begin is None:
+                return None
+            rooms.append((begin, begin + nbytes))
+        return rooms
 
     def adopt(self, begin: int, nbytes: int) -> None:
         """Mark a room that an earlier process has filled, below ``end`` or not.
@@ -106,7 +105,7 @@ class FreeSpace:
 
     def fits(self, nbytes: int) -> bool:
         """True if ``take`` finds a room of so many bytes."""
-        return any(high - low >= rounded(nbytes) for low, high in _gaps(self.used, self.end))
+        return self._rooms([nbytes], self.end) is not None
 
     def gaps(self) -> Iterator[Span]:
         """Yields the free spans below ``end``."""

@@ -104,6 +104,21 @@ class Memory:
         return float(self.survivor_secs)
 
     @property
+    def shared(self) -> list[str]:
+        """Returns the settings that must be equal on all ranks, as text.
+
+        Each rank decides alone which snapshots go to storage, and what it keeps at a failure: with other settings, the
+        others would wait for it, or keep their part for nothing. Directories, names and sizes may differ by node.
+        """
+        return [
+            f"replicas={self.replicas}",
+            f"failure_domain={None if self.failure_domain is None else 'a name'}",
+            f"storage_every={self.cadence.every!r}",
+            f"survivor_secs={self.sealing_secs!r}",
+            f"upstream_bytes={None if self.upstream_bytes is None else 'a size'}",
+        ]
+
+    @property
     def cadence(self) -> StorageCadence:
         """Returns the cadence with which checkpoints go on to storage."""
         return StorageCadence(self.storage_every)

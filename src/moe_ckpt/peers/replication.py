@@ -418,7 +418,7 @@ def open_replication(
         PeerLostError: A peer did not come.
     """
     listener, trouble = None, "" if problem is None else CANNOT_OPEN.format(comm.rank)
-    announced: dict[str, Any] = {"replicas": memory.replicas, "domain": memory.failure_domain}
+    announced: dict[str, Any] = {"settings": memory.shared, "domain": memory.failure_domain}
     announced["groups"] = [min(group) for group in groups]  # whose members all say so
     announced["secret"] = secrets.token_hex(SECRET_NBYTES)  # rank 0's counts
     try:
@@ -432,7 +432,7 @@ def open_replication(
         ranks = [json.loads(raw) for raw in comm.everyone(json.dumps({**announced, "trouble": trouble}).encode())]
         if problem is not None:
             raise problem
-        placement = _placement(ranks)
+        placement = _placement(ranks, memory.replicas)
     except BaseException:
         if listener is not None:
             listener.close()
@@ -447,24 +447,22 @@ def open_replication(
     return Replicator(roster, listener, make, timeout_secs, gate)
 
 
-def _placement(ranks: list[dict[str, Any]]) -> ReplicaPlacement:
+def _placement(ranks: list[dict[str, Any]], replicas: int) -> ReplicaPlacement:
     """The same on every rank, or the same error."""
     trouble = next((answer["trouble"] for answer in ranks if answer["trouble"]), "")
     if trouble:
         raise StoreError(trouble)
     for rank, answer in enumerate(ranks):
-        if answer["replicas"] != ranks[0]["replicas"]:
+        pairs = zip(ranks[0]["settings"], answer["settings"], strict=True)
+        differing = [(first, other) for first, other in pairs if first != other]
+        if differing:
+            firsts, others = (", ".join(texts) for texts in zip(*differing, strict=True))
             raise ConfigError(
-                f"Memory(replicas=...): rank 0 has {ranks[0]['replicas']}, and rank {rank} has {answer['replicas']}"
-            )
-        if (answer["domain"] is None) != (ranks[0]["domain"] is None):
-            raise ConfigError(
-                f"Memory(failure_domain=...): rank 0 has {ranks[0]['domain']!r}, and rank {rank} has "
-                f"{answer['domain']!r}; set it on all ranks, or on none"
+                f"ranks disagree on Memory(...): {firsts} on rank 0, {others} on rank {rank}. Set the same on all ranks"
             )
     named = [(answer["node"],) if answer["domain"] is None else (answer["node"], answer["domain"]) for answer in ranks]
     kinds = [list(kind) for kind in zip(*(answer["groups"] for answer in ranks), strict=True)]
-    return place_replicas(named, ranks[0]["replicas"], [_groups(kind) for kind in kinds])
+    return place_replicas(named, replicas, [_groups(kind) for kind in kinds])
 
 
 def _groups(first: Sequence[int]) -> list[tuple[int, ...]]:

@@ -25,11 +25,11 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
 
+from moe_ckpt.commit.persisting import Stages
 from moe_ckpt.core.placement import lends
 from moe_ckpt.core.step import SnapshotPlan
 from moe_ckpt.core.tokens import Counts
@@ -54,17 +54,6 @@ _SEALING_PORTION = 0.05
 _PLANNING_NBYTES = 20 << 10
 """Of an operator of this rank's share that was never planned before, roughly."""
 _Counted = tuple[Counts, Counts | None]
-
-
-class Sealing(Protocol):
-    """The part of ``Stages`` that seals."""
-
-    @property
-    def in_flight(self) -> int:
-        """Snapshots that are not sealed yet."""
-
-    def wait(self, most: int, timeout_secs: float) -> bool:
-        """Waits until at most ``most`` snapshots are being sealed; False if the time ran out."""
 
 
 @dataclass(frozen=True)
@@ -100,18 +89,18 @@ class Patience:
         self._update_began = now
         self._in_vain = False
 
-    def update_begins(self, now: float, sealing: Sealing) -> None:
+    def update_begins(self, now: float, stages: Stages) -> None:
         """Wait, if that may be of use. On the training thread.
 
         Args:
             now: ``perf_counter``.
-            sealing: What is under way.
+            stages: Has what is under way.
         """
         since, self._update_began = now - self._update_began, now
-        if not sealing.in_flight:
+        if not stages.in_flight:
             self._in_vain = False
         elif not self._in_vain:
-            self._in_vain = not sealing.wait(0, _SEALING_PORTION * since)
+            self._in_vain = not stages.wait(0, _SEALING_PORTION * since)
 
 
 class Survivor:

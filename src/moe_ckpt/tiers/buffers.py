@@ -10,9 +10,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -20,7 +20,7 @@ import torch
 from moe_ckpt.errors import HostMemoryError
 from moe_ckpt.memory.arena import ALIGNMENT, Arena, Buffer, rounded
 from moe_ckpt.memory.files import MemoryFiles
-from moe_ckpt.threads import ThreadName, named_thread
+from moe_ckpt.threads import TaskThread, ThreadName
 
 log = logging.getLogger("moe_ckpt")
 
@@ -300,13 +300,11 @@ def arena_limit(budget_bytes: int) -> int:
 
 
 class WorkThread:
-    """A background thread that exists only while there is work. ``start`` and ``close``: on the training thread."""
+    """Makes memory in the background, on a thread that starts with the first work. For the training thread."""
 
     def __init__(self) -> None:
-        self._works: deque[Callable[[], bool]] = deque()
-        self._thread: threading.Thread | None = None
-        self._closing = False
-        self._lock = threading.Lock()
+        self._tasks: TaskThread | None = None
+        self._is_closed = False
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
         """Calls ``work`` once, after what was started before. On the calling thread if there is no other."""
@@ -329,44 +327,30 @@ class WorkThread:
         Returns:
             False if that will not happen: no thread can be started, or this one is closed.
         """
-        with self._lock:
-            if self._closing:
-                return False
-            self._works.append(work)
-            if self._thread is not None:
-                return True
-            is_used: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-            device = torch.cuda.current_device() if is_used else None
-            thread = named_thread(ThreadName.MAKE, self._run, device)
-            try:
-                thread.start()
-            except RuntimeError:  # no thread can be started
-                self._works.clear()
-                return False
-            self._thread = thread
-            return True
+        if self._is_closed:
+            return False
+        try:
+            self._tasks = self._tasks or TaskThread(ThreadName.MAKE, _say_unmade)
+        except RuntimeError:  # no thread can be started
+            return False
+        is_used: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        self._tasks.put(partial(self._turn, self._tasks, work, torch.cuda.current_device() if is_used else None))
+        return True
 
-    def _run(self, device: int | None) -> None:
+    def _turn(self, tasks: TaskThread, work: Callable[[], bool], device: int | None) -> None:
         if device is not None:  # else what is page-locked belongs to the first device, whichever this rank uses
             with contextlib.suppress(RuntimeError):  # training meets the same error, and says so
                 torch.cuda.set_device(device)
-        while True:
-            with self._lock:
-                if self._closing or not self._works:
-                    self._thread = None
-                    return
-                work = self._works.popleft()
-            try:
-                again = work()
-            except Exception:  # whatever it is, the next snapshot asks again
-                log.exception("memory could not be made ahead of time")
-                again = False
-            if again:
-                self._works.append(work)
+        if not self._is_closed and work():
+            tasks.put(partial(self._turn, tasks, work, device))
 
     def close(self) -> None:
         """Start no more work; return when the work in hand is done."""
-        with self._lock:
-            self._closing, thread = True, self._thread
-        if thread is not None:
-            thread.join()
+        self._is_closed = True
+        if self._tasks is not None:
+            self._tasks.close()
+
+
+def _say_unmade(error: Exception) -> None:
+    """Whatever it is, the next snapshot asks again."""
+    log.error("memory could not be made ahead of time", exc_info=error)

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import errno
-import hashlib
-import json
 import os
 import secrets
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple, TypeVar
@@ -159,66 +157,26 @@ class _Agreed(NamedTuple):
 
 
 def _agree(run: RunContext, memory: Memory | None, run_id: str) -> _Agreed:
-    """Compares the ranks' settings, and looks at their memory directories. One agreement, of a few numbers.
-
-    Ranks compare digests of their settings, so the message does not grow with their number. They exchange the settings
-    themselves only if digests differ.
+    """Looks at the ranks' memory directories, if memory is on. One agreement, of a few numbers.
 
     Raises:
-        ConfigError: Memory is on at some ranks only, or ranks have other settings.
+        ConfigError: Memory is on at some ranks only.
     """
-    rank, is_on, alike = run.comm.rank, memory is not None, _shared_settings(memory)
-    number, life = _digest_of(alike), secrets.randbits(_NUMBER_BITS) if rank == 0 else 0
+    rank, is_on = run.comm.rank, memory is not None
+    life = secrets.randbits(_NUMBER_BITS) if rank == 0 else 0
     inspected: tuple[int, int, _Free] | None = None
     trouble: Exception | None = None
     if memory is not None:
         inspected, trouble = _attempt(memory, lambda: _inspect(run, memory, run_id))
     newest, budget, free = inspected or (-1, 0, (0, {}))
     failed = 0 if trouble is None else rank + 1
-    mine = [(rank + 1) * is_on, (rank + 1) * (not is_on), number, -number, life, failed, newest]
-    on, off, most, least, life, failed, newest = largest(run.comm, mine)
+    mine = [(rank + 1) * is_on, (rank + 1) * (not is_on), life, failed, newest]
+    on, off, life, failed, newest = largest(run.comm, mine)
     if on and off:
         other = f"rank {off - 1} has it off" if is_on else f"rank {on - 1} has it on"
         raise ConfigError(f"memory={memory!r} on rank {rank}, but {other}. Set it on all ranks, or on none")
-    if most != -least:
-        settings = [json.loads(raw) for raw in run.comm.everyone(json.dumps(alike).encode())]
-        raise ConfigError(_disagreement(rank, settings))
     _raise_on_all_ranks(trouble, failed)
     return _Agreed(f"{life:016x}", newest, budget, free)
-
-
-def _shared_settings(memory: Memory | None) -> list[str]:
-    """Settings that must be equal on all ranks, as text. ``open_replication`` compares those of copies on peers.
-
-    Each rank decides alone which snapshots go to storage, and what it keeps at a failure: with other settings, the
-    others would wait for it, or keep their part for nothing. Directories, failure domains and sizes may differ by node.
-    """
-    if memory is None:
-        return []
-    logs = memory.upstream_bytes is not None
-    return [
-        f"storage_every={memory.cadence.every!r}",
-        f"survivor_secs={memory.sealing_secs!r}",
-        f"upstream_bytes={'a size' if logs else None}",
-    ]
-
-
-def _digest_of(alike: Sequence[str]) -> int:
-    """A digest, as a number that ranks can agree on."""
-    raw = hashlib.blake2b(json.dumps(alike).encode(), digest_size=8).digest()
-    return int.from_bytes(raw, "little") >> (64 - _NUMBER_BITS)
-
-
-def _disagreement(rank: int, settings: Sequence[Sequence[str]]) -> str:
-    """Names the values of this rank, and of the first with others."""
-    mine = settings[rank]
-    other = next(position for position, theirs in enumerate(settings) if theirs != mine)
-    pairs = [(one, two) for one, two in zip(mine, settings[other], strict=True) if one != two]
-    values = [", ".join(texts) for texts in zip(*pairs, strict=True)]
-    return (
-        f"ranks disagree on Memory(...): {values[0]} on rank {rank}, {values[1]} on rank {other}. "
-        "Set the same on all ranks"
-    )
 
 
 def _take_over(

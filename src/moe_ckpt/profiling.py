@@ -81,12 +81,6 @@ def started_unix_secs() -> float:
         since_boot = time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
         return time.time() - max(0.0, since_boot)
     except (OSError, ValueError, IndexError, AttributeError):
-        pass
-    try:
-        import psutil
-
-        return float(psutil.Process().create_time())
-    except (ImportError, OSError):
         return _IMPORTED_UNIX_SECS
 
 
@@ -105,24 +99,21 @@ _left_unix_secs = 0.0
 
 def profilers(path: str | None, rank: int) -> tuple[Observer, ...]:
     """Returns the observers that keep a run's profile in ``path``: one on rank 0, none elsewhere or without a path."""
-    return () if path is None or rank else (ProfileRecorder(path),)
+    if path is None or rank:
+        return ()
+    absolute = os.path.realpath(os.path.expanduser(path))
+    recorder: Recorder | None = None
 
-
-class ProfileRecorder:
-    """Keeps the profile of a run in the file at ``path``: one life from each ``Opened`` to the next ``Closed``."""
-
-    def __init__(self, path: str) -> None:
-        self._path = os.path.realpath(os.path.expanduser(path))
-        self._recorder: Recorder | None = None
-
-    def __call__(self, event: SessionEvent) -> None:
-        """Take note of ``event``. An observer of a session."""
+    def observe(event: SessionEvent) -> None:
+        nonlocal recorder
         if isinstance(event, Opened):
-            self._recorder = Recorder(self._path, event)
-        elif self._recorder is not None:
-            self._recorder.note(event)
+            recorder = Recorder(absolute, event)
+        elif recorder is not None:
+            recorder.note(event)
             if isinstance(event, Closed):
-                self._recorder = None
+                recorder = None
+
+    return (observe,)
 
 
 class Recorder:

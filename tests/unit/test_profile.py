@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import os
@@ -364,7 +365,7 @@ def life(tmp_path, path, storage=None, **more):
 
 def writer_of(run):
     (observer,) = run.observers
-    return observer._recorder._writer
+    return inspect.getclosurevars(observer).nonlocals["recorder"]._writer
 
 
 def read(path):

@@ -43,13 +43,9 @@ STATE_FILE: Schema = {
 """The body of a state file, its state not yet decoded."""
 
 
-def _is_number(datum: Any) -> bool:
-    return isinstance(datum, (int, float)) and not isinstance(datum, bool)
-
-
 _tensor = value(lambda datum: isinstance(datum, torch.Tensor), "a tensor")
 _integer = value(lambda datum: type(datum) is int and abs(datum) < 1 << 63, "a whole number")
-_amount = value(lambda datum: _is_number(datum) or isinstance(datum, torch.Tensor), "a number")
+_amount = value(lambda datum: isinstance(datum, (int, float, torch.Tensor)) and not isinstance(datum, bool), "a number")
 _amounts = value(
     lambda datum: isinstance(datum, (list, tuple)) and all(amount is None or not _amount(amount) for amount in datum),
     "numbers",

@@ -272,21 +272,9 @@ class Manifest:
         return tuple(self._slot(slot.step, slot.states) for slot in (*self.window, SlotRecord(self.step, self.states)))
 
     def _slot(self, step: int, states: tuple[StateRecord, ...]) -> Manifest:
-        inside = f"{step_dir(step, self.generation)}/"
-        places = {i: at for at, i in enumerate(i for i, f in enumerate(self.files) if f.path.startswith(inside))}
-        records = {
-            id(record): OperatorRecord(step, tuple(places[i] for i in record.files))
-            for record in self.distinct_records
-            if record.step == step
-        }
-        return replace(
-            self,
-            step=step,
-            states=states,
-            files=tuple(self.files[i] for i in places),
-            operators={op: records[id(record)] for op, record in self.operators.items() if record.step == step},
-            window=(),
-        )
+        operators = {op: record for op, record in self.operators.items() if record.step == step}
+        view = replace(self, step=step, states=states, operators=operators, window=())
+        return pruned(view, self.files, {view.directory})
 
     @property
     def distinct_records(self) -> Collection[OperatorRecord]:
@@ -528,15 +516,8 @@ _FIELDS: Schema = {
 }
 
 
-def _contradictions(body: Mapping[str, Any]) -> str:
-    """What is wrong between fields that are right by themselves."""
-    experts = sum(layer["experts"] for layer in body["model"]["layers"])
-    if experts > MOST_EXPERTS:
-        return f".model.layers have {experts:,} experts, more than {MOST_EXPERTS:,}"
-    return _wrong_parts(body) or _wrong_tokens(body)
-
-
 def _wrong_parts(body: Mapping[str, Any]) -> str:
+    """What is wrong between fields that are right by themselves."""
     names = [directory for directory, *_ in body["parts"]]
     places = [parsed for name in names if (parsed := parse_step_dir(name)) is not None]
     orders = [(generation, step) for step, generation in places]
@@ -551,10 +532,11 @@ def _wrong_parts(body: Mapping[str, Any]) -> str:
 
 
 def _wrong_tokens(body: Mapping[str, Any]) -> str:
-    tokens = body["tokens"]
+    tokens, experts = body["tokens"], [layer["experts"] for layer in body["model"]["layers"]]
+    if sum(experts) > MOST_EXPERTS:
+        return f".model.layers have {sum(experts):,} experts, more than {MOST_EXPERTS:,}"
     if not tokens:
         return ""
-    experts = [layer["experts"] for layer in body["model"]["layers"]]
     lengths = [max(experts)] * len(experts) if experts else []
     if len(tokens["mlt"]) != len(tokens["faults"]):
         return f".tokens.mlt has {len(tokens['mlt'])} numbers for {len(tokens['faults'])} recoveries"
@@ -564,7 +546,7 @@ def _wrong_tokens(body: Mapping[str, Any]) -> str:
     return ""
 
 
-MANIFEST = both(_FIELDS, _contradictions)
+MANIFEST = both(_FIELDS, both(_wrong_parts, _wrong_tokens))
 
 # --- what a part must look like ---
 

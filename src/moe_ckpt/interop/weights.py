@@ -28,6 +28,7 @@ from moe_ckpt.ports import Communicator, StateTensor, TensorMeta, TrainingState
 from moe_ckpt.reading.reader import StoreReader, check_checkpoint, choose_dense, locate, require_dense
 from moe_ckpt.reading.restore import box_of, needed_slices, verify_needed, weight_specs
 from moe_ckpt.reading.shared_reading import SharedReading, divide, load_slices
+from moe_ckpt.reading.slices import in_order
 from moe_ckpt.reading.step_storage import listed_again
 from moe_ckpt.reading.together import (
     NotUsableError,
@@ -36,7 +37,6 @@ from moe_ckpt.reading.together import (
     require_committed,
     together,
 )
-from moe_ckpt.recovery.sources import in_order
 from moe_ckpt.storage import Storage, open_storage
 
 _MODEL = "model/"

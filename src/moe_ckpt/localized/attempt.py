@@ -30,10 +30,10 @@ from moe_ckpt.reading.memory.slot_views import LaidSnapshots, SnapshotFacts
 from moe_ckpt.reading.reader import StoreReader
 from moe_ckpt.reading.restore import needed_slices, parameters_of
 from moe_ckpt.reading.shared_reading import SharedReading, divide
+from moe_ckpt.reading.slices import in_order
 from moe_ckpt.reading.together import NotUsableError, together
 from moe_ckpt.recovery.executing import Opener, Recovery, Restored, opening
 from moe_ckpt.recovery.replay import StepReplay
-from moe_ckpt.recovery.sources import in_order
 from moe_ckpt.run.agreement import Deferred, StepTokens
 from moe_ckpt.session.session import CheckpointSession
 

@@ -162,7 +162,9 @@ def build_index(manifest: Manifest, headers: Mapping[str, ShardHeader]) -> Tenso
                     raise stored.damaged(f"the manifest has {entry.operator} at step {version.step}")
                 tensors.setdefault(entry.key, []).append(stored)
             elif is_of_step and entry.key.startswith(f"side/{record.rank}/"):
-                side[entry.key] = _checked_side(stored)
+                if any(entry.offsets) or entry.shape != entry.global_shape:
+                    raise stored.damaged("a side tensor is stored in parts")
+                side[entry.key] = stored
     ordered = _ordered(tensors)
     return TensorIndex(ordered, side, {step: _ordered(groups) for step, groups in replay.items()})
 
@@ -172,13 +174,6 @@ def _ordered(tensors: Mapping[str, list[StoredSlice]]) -> dict[str, tuple[Stored
     for group in ordered.values():
         _check_same_tensor(group)
     return ordered
-
-
-def _checked_side(stored: StoredSlice) -> StoredSlice:
-    entry = stored.entry
-    if any(entry.offsets) or entry.shape != entry.global_shape:
-        raise stored.damaged("a side tensor is stored in parts")
-    return stored
 
 
 def _check_same_tensor(group: tuple[StoredSlice, ...]) -> None:

@@ -138,15 +138,16 @@ def _cause(error: OSError) -> str:
     return error.strerror or str(error) or type(error).__name__
 
 
-def _position(stored: StoredSlice) -> tuple[str, int, int]:
-    return stored.path, stored.offset, stored.nbytes
+def in_order(slices: Iterable[StoredSlice]) -> list[StoredSlice]:
+    """Returns slices, each once, in the order of the files: the same on every rank."""
+    return sorted(set(slices), key=lambda stored: (stored.path, stored.offset, stored.nbytes))
 
 
 def _runs(slices: Iterable[StoredSlice], most_nbytes: int) -> Iterator[list[StoredSlice]]:
     """Yields slices that follow each other in one file, in file order, as lists of so many bytes or one slice."""
     run: list[StoredSlice] = []
     nbytes = 0
-    for stored in sorted(set(slices), key=_position):
+    for stored in in_order(slices):
         joins = run and run[-1].path == stored.path and run[-1].offset + run[-1].nbytes == stored.offset
         if run and not (joins and nbytes + stored.nbytes <= most_nbytes):
             yield run

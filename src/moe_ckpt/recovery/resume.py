@@ -29,6 +29,7 @@ from moe_ckpt.reading.memory.memory_shares import checkpoints_of
 from moe_ckpt.reading.reader import StoreReader, require_dense
 from moe_ckpt.reading.restore import require_fitting
 from moe_ckpt.reading.shared_reading import divide, load_slices
+from moe_ckpt.reading.slices import in_order
 from moe_ckpt.reading.step_storage import PATIENCE_SECS
 from moe_ckpt.reading.together import (
     DIVERGED,
@@ -41,7 +42,7 @@ from moe_ckpt.reading.together import (
 )
 from moe_ckpt.recovery.executing import Admits, Opener, OpenLog, Recovery, Restored, open_dense
 from moe_ckpt.recovery.recovery_plan import first_choice
-from moe_ckpt.recovery.sources import StorageSource, in_order
+from moe_ckpt.recovery.sources import StorageSource
 from moe_ckpt.storage.base import Storage
 from moe_ckpt.tiers.host_tier import HostTier
 from moe_ckpt.tiers.memory_tier import MemoryTier

@@ -6,7 +6,7 @@ state changes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from moe_ckpt.reading.memory.slot_storage import SlotStorage
 from moe_ckpt.reading.reader import StoreReader
 from moe_ckpt.reading.restore import StoredByKey, needed_slices, parameters_of, prepare, verify_needed
 from moe_ckpt.reading.shared_reading import SharedReading, divide, load_slices
+from moe_ckpt.reading.slices import in_order
 from moe_ckpt.reading.together import together
 from moe_ckpt.recovery.recovery_plan import ABSENT, Inventory, RecoveryPlan, plan_recovery
 
@@ -99,11 +100,6 @@ class StorageSource:
             return state.tensors()
 
         load_slices(self._reader, self._kinds[0], prepared, self.shared)
-
-
-def in_order(slices: Iterable[StoredSlice]) -> list[StoredSlice]:
-    """Returns slices of a checkpoint, each once, in an order that is the same on every rank."""
-    return sorted(set(slices), key=lambda stored: (stored.path, stored.offset))
 
 
 def planned(

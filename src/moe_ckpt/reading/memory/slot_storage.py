@@ -249,18 +249,15 @@ def _part_of(slot: FoundSlot, number: int) -> torch.Tensor:
     return slot.slot.memory[header.parts[number].begin :]
 
 
-def _joined(spans: Iterable[Span]) -> Iterable[Span]:
+def _joined(spans: Iterable[Span]) -> list[Span]:
     """The same bytes in as few spans as there are gaps."""
-    run: Span | None = None
+    joined: list[Span] = []
     for path, begin, end in sorted(set(spans)):
-        if run is not None and run[0] == path and begin <= run[2]:
-            run = (path, run[1], max(run[2], end))
+        if joined and joined[-1][0] == path and begin <= joined[-1][2]:
+            joined[-1] = (path, joined[-1][1], max(joined[-1][2], end))
         else:
-            if run is not None:
-                yield run
-            run = (path, begin, end)
-    if run is not None:
-        yield run
+            joined.append((path, begin, end))
+    return joined
 
 
 class RankMemory(Protocol):

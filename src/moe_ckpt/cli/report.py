@@ -6,14 +6,13 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from moe_ckpt.cli.shared import open_store
 from moe_ckpt.core.operators import expert_id
 from moe_ckpt.core.tokens import TokenBook, tokens_at_risk
 from moe_ckpt.errors import DamagedError, StepRemovedError
 from moe_ckpt.format import FORMAT_VERSION
 from moe_ckpt.format.manifest import MANIFEST_NAME, Manifest, age_of
 from moe_ckpt.reading.memory.memory_outside import MemoryOutside
-from moe_ckpt.reading.reader import StoreReader
+from moe_ckpt.reading.reader import StoreReader, open_store
 from moe_ckpt.reading.step_storage import listed_again
 
 

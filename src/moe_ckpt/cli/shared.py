@@ -1,4 +1,4 @@
-"""What several commands share: the option ``--directory``, the opening of a store, progress on a terminal."""
+"""What several commands share: the option ``--directory``, progress on a terminal."""
 
 from __future__ import annotations
 
@@ -9,12 +9,9 @@ import shutil
 import sys
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from moe_ckpt.core.user_text import human_bytes
-
-if TYPE_CHECKING:
-    from moe_ckpt.reading.reader import StoreReader
 
 DEFAULT_MEMORY = "/dev/shm"
 _SHOW_EVERY_SECS = 0.1
@@ -38,23 +35,6 @@ def add_memory(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="read what an ended run left in memory: as in Memory(directory=...), once for each node",
     )
-
-
-def open_store(path: str | os.PathLike[str]) -> tuple[StoreReader, str | None]:
-    """Opens the store at ``path``. Returns its reader, and the step directory if ``path`` names one.
-
-    Raises:
-        NoCheckpointError: There is no store, or the step is not committed.
-    """
-    from moe_ckpt.errors import NoCheckpointError
-    from moe_ckpt.reading.reader import StoreReader, locate, require_store
-
-    storage, directory = locate(path)
-    reader = StoreReader(storage)
-    require_store(reader, path)
-    if directory is not None and directory not in (steps := reader.directories()):
-        raise NoCheckpointError(f"{path} is no committed step; committed: {', '.join(steps[:6]) or 'none'}")
-    return reader, directory
 
 
 class Tell(Protocol):

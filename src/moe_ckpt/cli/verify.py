@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 
-from moe_ckpt.cli.shared import add_memory, open_store, progress_bar
+from moe_ckpt.cli.shared import add_memory, progress_bar
 
 EPILOG = """\
 examples:
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """0 when all is well, 1 when something is damaged."""
     from moe_ckpt.errors import StepRemovedError
     from moe_ckpt.format.manifest import MANIFEST_NAME
-    from moe_ckpt.reading.reader import locate
+    from moe_ckpt.reading.reader import locate, open_store
     from moe_ckpt.reading.step_storage import listed_again
     from moe_ckpt.reading.verify import Verified, verify_steps
 

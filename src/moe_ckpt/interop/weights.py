@@ -25,7 +25,7 @@ from moe_ckpt.interop.whole import module_buffers
 from moe_ckpt.modeling.names import clean_name, tied_aliases
 from moe_ckpt.modeling.state import module_state
 from moe_ckpt.ports import Communicator, StateTensor, TensorMeta, TrainingState
-from moe_ckpt.reading.reader import StoreReader, check_checkpoint, choose_dense, locate, require_dense
+from moe_ckpt.reading.reader import StoreReader, check_checkpoint, choose_dense, locate, open_store, require_dense
 from moe_ckpt.reading.restore import box_of, needed_slices, verify_needed, weight_specs
 from moe_ckpt.reading.shared_reading import SharedReading, divide, load_slices
 from moe_ckpt.reading.slices import in_order
@@ -157,14 +157,12 @@ def choose(path: str) -> tuple[str | None, str]:
         UnsupportedError: Only sparse windows are there: no step of them holds all weights.
     """
     storage, step = locate(path)
-    reader = StoreReader(storage)
     if step is not None:
-        if step not in reader.directories():
-            raise NoCheckpointError(f"weights_from={path}: no committed step is there")
-        require_dense(reader.manifest(step))
+        require_dense(open_store(path)[0].manifest(step))
         return step, ""
     if _is_one_file(path):
         return None, ""
+    reader = StoreReader(storage)
     if not reader.directories():
         if storage.exists("store.json"):
             raise NoCheckpointError(f"weights_from={path}: the store has no committed step yet")

@@ -441,23 +441,35 @@ def open_step(path: str | os.PathLike[str]) -> tuple[StoreReader, Manifest]:
         DamagedError: The named step is damaged.
         StepRemovedError: The named step was removed meanwhile, or of a store one after the other.
     """
-    storage, directory = locate(path)
-    reader = StoreReader(storage)
+    reader, directory = open_store(path)
     if directory is not None:
-        committed = reader.directories()
-        if directory not in committed:
-            fate = "was not committed" if storage.exists(directory) else "does not exist"
-            have = f"committed there: {', '.join(committed[:6])}" if committed else "no step is committed there"
-            raise NoCheckpointError(f"checkpoint {path} {fate} (no {MANIFEST_NAME}); {have}")
         named = reader.manifest(directory)
         if named.not_finite:
             _log.warning("%s; it is read because it was named", NotFiniteError(directory, named.not_finite))
         return reader, named
-    require_store(reader, path)
     manifest = newest_good(reader)
     if manifest is None:
         raise NoCheckpointError(f"the store {path} has no committed step yet")
     return reader, manifest
+
+
+def open_store(path: str | os.PathLike[str]) -> tuple[StoreReader, str | None]:
+    """Returns the reader of the store at a path or URL, and the step directory, if that is what the path names.
+
+    Raises:
+        NoCheckpointError: There is no store, or no such committed step; says what is there.
+    """
+    storage, directory = locate(path)
+    reader = StoreReader(storage)
+    if directory is None:
+        require_store(reader, path)
+        return reader, None
+    committed = reader.directories()
+    if directory not in committed:
+        fate = "was not committed" if storage.exists(directory) else "does not exist"
+        have = f"committed there: {', '.join(committed[:6])}" if committed else "no step is committed there"
+        raise NoCheckpointError(f"checkpoint {path} {fate} (no {MANIFEST_NAME}); {have}")
+    return reader, directory
 
 
 def with_step(path: str | os.PathLike[str], use: Callable[[StoreReader, Manifest], T]) -> T:

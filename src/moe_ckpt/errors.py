@@ -145,31 +145,27 @@ class DamagedError(StoreError, ValueError):
 class StoreUnreadableError(StoreError, OSError):
     """Storage did not return what a checkpoint needs, even after retries. The checkpoint may be intact."""
 
+    _advice = (
+        "Start again when the storage answers. To continue from an older checkpoint instead, set "
+        "on_read_error='fallback', or move the step directory away"
+    )
+
     def __init__(self, path: str, cause: str, *, step: int | None = None, rank: int | None = None) -> None:
         where = "".join(f", {k} {v}" for k, v in (("step", step), ("rank", rank)) if v is not None)
-        super().__init__(f"{path}{where}: cannot be read: {cause}. {self._what_to_do()}")
+        super().__init__(f"{path}{where}: cannot be read: {cause}. {self._advice}")
         self.path = path
         self.reason = f"cannot be read: {cause}"
         self.step = step
         self.rank = rank
 
-    @staticmethod
-    def _what_to_do() -> str:
-        return (
-            "Start again when the storage answers. To continue from an older checkpoint instead, set "
-            "on_read_error='fallback', or move the step directory away"
-        )
-
 
 class StoreForbiddenError(StoreUnreadableError, PermissionError):
     """This user has no permission to read a file that a checkpoint needs."""
 
-    @staticmethod
-    def _what_to_do() -> str:
-        return (
-            "Give this user permission to read it, or run as the user that wrote it (files are private unless access= "
-            "is set)"
-        )
+    _advice = (
+        "Give this user permission to read it, or run as the user that wrote it (files are private unless access= "
+        "is set)"
+    )
 
 
 def state_refused(path: str, what: str, cause: str, advice: str = "") -> StoreError:

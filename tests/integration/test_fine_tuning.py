@@ -167,7 +167,10 @@ def test_what_cannot_be_a_source(run, tmp_path):
     store, exported, _ = run
     with pytest.raises(ConfigError, match=r"weights_from=.*lies in dirpath=.*another dirpath"):
         MoECheckpoint(Dense(), store, weights_from=max(store.glob("step_*")))
-    for path, says in ((tmp_path / "nothing", "neither a store"), (store / "step_00000077", "does not exist.*committed there")):
+    for path, says in (
+        (tmp_path / "nothing", "neither a store"),
+        (store / "step_00000077", "does not exist.*committed there"),
+    ):
         with pytest.raises(NoCheckpointError, match=says):
             fit(tmp_path / "new", 1, weights_from=path)
     (tmp_path / "pickle.ckpt").write_bytes(b"x")

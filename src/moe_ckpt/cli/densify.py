@@ -34,7 +34,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description="Make a dense checkpoint from what a run left in memory: anchors, and the gradients that its "
         "optimizers consumed since (policy GradientLog). No process of the run may be alive. Memory is not changed.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("store", help="store of the run: a directory or URL; the checkpoint is written there")
     parser.add_argument(

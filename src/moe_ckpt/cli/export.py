@@ -25,7 +25,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="convert a checkpoint for other tools",
         description="Write one checkpoint, whole and verified, as plain DCP, safetensors or Lightning checkpoint.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("path", help="step directory (or store: its newest usable step), or a URL of one")
     parser.add_argument("--to", required=True, choices=("dcp", "safetensors", "lightning"), help="format to write")

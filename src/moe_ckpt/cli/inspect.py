@@ -39,7 +39,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="show steps, sizes, expert ages and lost tokens",
         description="Show what a store or one of its steps holds.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("path", help="store or step directory, or a URL of one")
     add_memory(parser)

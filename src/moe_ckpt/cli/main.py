@@ -41,7 +41,10 @@ examples:
 
 
 class Parser(argparse.ArgumentParser):
-    """Leaves out the usage lines before an error; those are in ``--help``."""
+    """Prints examples as they are, and leaves out the usage lines before an error; those are in ``--help``."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**{"formatter_class": argparse.RawDescriptionHelpFormatter, **options})
 
     def error(self, message: str) -> NoReturn:
         """Exits with 2 after one line on stderr."""
@@ -55,7 +58,6 @@ def build_parser() -> Parser:
         prog="moe-ckpt",
         description="Look into, check and convert checkpoints of moe_ckpt; simulate training under failures.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"moe-ckpt {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="command")

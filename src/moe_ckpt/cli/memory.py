@@ -37,7 +37,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="list, explain, retry or free snapshots in this node's memory",
         description="Look at the slots of Memory(directory=...) on this node. Slots in use are not touched.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("action", nargs="?", default="list", choices=ACTIONS, help="what to do; default: list")
     parser.add_argument(

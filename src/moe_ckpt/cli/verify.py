@@ -27,7 +27,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="check every byte against its checksum",
         description="Read all files of a store, or of one step, and name what is damaged or missing.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("path", help="store or step directory, or a URL of one")
     add_memory(parser)

@@ -23,8 +23,6 @@ import numpy as np
 import torch
 import xxhash
 
-from moe_ckpt.comm.communicator import largest
-from moe_ckpt.errors import StoreError
 from moe_ckpt.memory.directory import boot_id
 from moe_ckpt.ports import Communicator, StateTensor
 from moe_ckpt.reading.index import StoredSlice
@@ -228,7 +226,7 @@ class SharedReading:
 
         Raises:
             DamagedError: A slice is damaged; or the rank that was to read it, which raises why, could not.
-            StoreError: Another rank has no memory for what is handed over; that one raises why.
+            StoreError: Another rank has no memory for what is handed over, with its message.
             Exception: Whatever else failed on this rank.
             PeerLostError: A peer is gone.
         """
@@ -236,27 +234,13 @@ class SharedReading:
         handing.attempt(lambda: handing.targets.update(targets_of(stored_of, tensors())))
         chosen = frozenset(stored for group in stored_of.values() for stored in group)
         rounds = [reading_round for group in self._groups for reading_round in group.rounds(chosen)]
-        self._reserve(handing, rounds)
+        # Before any rank waits for the bytes of one that has no memory for them.
+        self.agreed(reader.storage.root, lambda: handing.reserve(rounds))
         handing.hand_over(rounds)
         if handing.problem is not None:
             raise handing.problem
         for stored, values in reader.read_many(handing.targets.keys() - handing.done):
             write_slice(stored, values, handing.targets[stored])
-
-    def _reserve(self, handing: _Handing, rounds: Sequence[_Round]) -> None:
-        """Memory for the rounds, before any rank waits for the bytes of one that has none."""
-        problem: Exception | None = None
-        try:
-            handing.reserve(rounds)
-        except Exception as error:  # raised once the other ranks know
-            problem = error
-        failed = 0 if problem is None else self._comm.rank + 1
-        if self._agrees:
-            [failed] = largest(self._comm, [failed])
-        if problem is not None:
-            raise problem
-        if failed:
-            raise StoreError(f"rank {failed - 1} has no memory for what ranks read for one another; see its log")
 
 
 class _Handing:

@@ -109,13 +109,11 @@ class StoreLock:
             self._register()
             self._lost_to, self._released = "", threading.Event()
             try:
-                try:
-                    self._take()
-                except OSError as error:
-                    if isinstance(error, StoreUnwritableError):
-                        raise
-                    message = f"the lock of the store {self._root} cannot be taken: {error}"
-                    raise StoreUnwritableError(message) from error
+                self._take()
+            except StoreUnwritableError:
+                raise
+            except OSError as error:
+                raise StoreUnwritableError(f"the lock of the store {self._root} cannot be taken: {error}") from error
             finally:
                 self._taken = self.held
                 if not self.held:
@@ -330,17 +328,14 @@ class _Lease:
 
     def acquire(self) -> None:
         try:
-            self._acquire()
+            numbers = self._numbers()
+            if numbers:
+                self._check_free(_lease_name(numbers[-1]))
+            self._advance(numbers)
         except OSError:
             with contextlib.suppress(OSError):
                 self.drop()  # it may have landed, and would keep out another job until it has run out
             raise
-
-    def _acquire(self) -> None:
-        numbers = self._numbers()
-        if numbers:
-            self._check_free(_lease_name(numbers[-1]))
-        self._advance(numbers)
 
     def renew(self) -> None:
         numbers = self._numbers()

@@ -55,7 +55,6 @@ def add_parser(subparsers: Any) -> argparse.ArgumentParser:
         help="which policy to use, with which settings, and what to expect",
         description="Simulate every policy on the same failures; show what limits training, and which policy to use.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("--profile", metavar="FILE", help="profile that a run wrote (MoECheckpoint(profile=FILE))")

@@ -46,7 +46,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="simulate training with a checkpointing system under failures",
         description="Simulate training under failures with the library's own policies. Settings by Hydra overrides.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
     parser.add_argument("--seeds", type=_count, default=1, metavar="N", help="simulate with N seeds (default: 1)")

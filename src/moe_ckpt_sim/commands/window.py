@@ -39,7 +39,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="size and explain MoEvement's sparse window for a model",
         description="Show the slots of a sparse window, what each saves, and what a recovery costs.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("path", help="store or step directory of the model, or a URL of one")
     parser.add_argument("--explain", action="store_true", help="name each slot's operators; compare window lengths")

@@ -50,6 +50,7 @@ from moe_ckpt.reading.memory.memory_shares import (
 )
 from moe_ckpt.reading.memory.slot_storage import LoggedSnapshot, OpenedMemory, RankMemory, SlotFile, SlotStorage
 from moe_ckpt.reading.memory.slot_views import (
+    Described,
     LaidSnapshots,
     Layer,
     SlotFiles,
@@ -162,13 +163,13 @@ class MemoryCheckpoints:
     def opener(self, checkpoint: MemoryCheckpoint) -> Callable[[], OpenedMemory]:
         """Asks as ``ask`` does, but does not count as a start from the checkpoint."""
         stored = [(*age_of(name), name) for name in self.stored]
-        names = [name for name in base_of(checkpoint, stored) if name not in self._bad_bases]
+        base = next((name for name in base_of(checkpoint, stored) if name not in self._bad_bases), "")
         described = self.describe([checkpoint])
         older = [] if self._has_all(checkpoint, described) else beneath_of(checkpoint, snapshots_of(self.shares))
         survivors = None if older else sealed_beside(checkpoint, snapshots_of(self.shares))
         others = [*older, survivors] if survivors is not None else older
         described += self.describe(others) if others else []
-        return lambda: self._opened(checkpoint, older, survivors, described, self._beneath(names[:1]))
+        return lambda: self._opened(checkpoint, older, survivors, described, self._beneath(base))
 
     def set_aside(self, directory: str, problem: Exception | None, *, diverged: bool = False) -> None:
         """A checkpoint cannot be used as it is: take nothing more from the slots that ranks found damage in.
@@ -249,12 +250,12 @@ class MemoryCheckpoints:
             self._noted.add(number)
             self._tier.left_slots.note_start(self._slots[number])
 
-    def _beneath(self, names: Sequence[str]) -> Manifest | None:
-        """The first of these checkpoints on storage; None if there is none. Raises as ``StoreReader.manifest``."""
+    def _beneath(self, directory: str) -> Manifest | None:
+        """A checkpoint on storage; None without a name. Raises as ``StoreReader.manifest``."""
         try:
-            return self._reader.manifest(names[0]) if names else None
+            return self._reader.manifest(directory) if directory else None
         except (DamagedError, CoverageError, StepRemovedError):
-            self._bad_base = names[0]
+            self._bad_base = directory
             raise
 
     def gives_up_beneath(self) -> bool:
@@ -407,23 +408,22 @@ class MemoryCheckpoints:
             facts.require_shape(step, self._tier.model.grid)
             part = SlotFiles(step_dir(step, checkpoint.generation) + ending, step)
             for writer, shares in sorted(snapshot.items()):
-                full = [share for share in shares if share.sent == fullest(shares).sent]
-                near, complete = (
-                    nearest(candidates, self._comm.rank, self._tier.node) for candidates in (shares, full)
-                )
-                here = self._slots[complete.number].header.parts if complete.holder == self._comm.rank else ()
-                part.add(
-                    writer, near, complete, facts.writers[writer], state=writer not in checkpoint.states, here=here
-                )
+                self._add(part, writer, shares, facts.writers[writer], state=writer not in checkpoint.states)
             for (writer, slot), shares in gradients.items():
-                near = nearest(shares, self._comm.rank, self._tier.node)
-                here = self._slots[near.number].header.parts if near.holder == self._comm.rank else ()
-                part.add(writer, near, near, facts.gradients[writer, slot], state=False, here=here)
+                self._add(part, writer, shares, facts.gradients[writer, slot], state=False)
             for writer, shares in checkpoint.states.items():
-                near = nearest(shares, self._comm.rank, self._tier.node)
-                part.add(writer, near, near, facts.states[writer])
+                self._add(part, writer, shares, facts.states[writer])
             parts.append(part)
         return parts
+
+    def _add(
+        self, part: SlotFiles, writer: int, shares: Sequence[Share], described: Described, *, state: bool = True
+    ) -> None:
+        """Adds the slot that this rank takes of those of one writer, as ``SlotFiles.add``."""
+        full = [share for share in shares if share.sent == fullest(shares).sent]
+        near, complete = (nearest(candidates, self._comm.rank, self._tier.node) for candidates in (shares, full))
+        here = self._slots[complete.number].header.parts if complete.holder == self._comm.rank else ()
+        part.add(writer, near, complete, described, state=state, here=here)
 
     def _laid(self, beneath: Manifest | None, layers: Sequence[Layer]) -> LaidSnapshots:
         """What storage has, and on top of it the experts of earlier snapshots, the oldest first, that are whole."""

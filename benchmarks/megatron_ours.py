@@ -172,5 +172,5 @@ def _step(ours: checkpoint.MegatronCheckpoint, iteration: int) -> tuple[float, f
 
 def _slices(ours: checkpoint.MegatronCheckpoint) -> int:
     """Of the snapshot that was begun just now, small plain state included."""
-    copy = ours.session._resources.pipeline._copy
-    return 0 if copy is None else sum(len(program.versions()) for program in copy._watch._programs)
+    snapshot = ours.session._snapshots.newest
+    return 0 if snapshot is None else sum(len(part.slices) for parts in snapshot.plan.buffers for _, part in parts)

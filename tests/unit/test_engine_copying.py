@@ -240,7 +240,7 @@ def test_a_matrix_on_a_device_is_copied_at_once_in_its_shape():
         matrix = gpu.take(torch.arange(6).view(2, 3))
         program = program_of([piece("matrix", matrix)], at_once=["matrix"])
         memory = torch.empty(48, dtype=torch.uint8, pin_memory=True)
-        assert program.copy_at_once(memory)
+        assert copying.copy_here(program.at_once, memory)
         torch.cuda.current_stream().synchronize()
     assert memory.view(torch.int64).tolist() == [0, 1, 2, 3, 4, 5]
 
@@ -250,7 +250,7 @@ def test_tensors_copied_at_once_are_left_out_and_not_watched():
     pieces = [piece("a", still), piece("moving", moving), piece("z", still.clone())]
     program = program_of(pieces, at_once=["moving"])
     memory = torch.full((48,), MARK, dtype=torch.uint8)
-    program.copy_at_once(memory)
+    copying.copy_here(program.at_once, memory)
     moving.fill_(7)
     carry_out([(step, memory) for step in program.steps])
     assert memory.view(torch.float32).tolist() == [1.0] * 4 + [0.0] * 4 + [1.0] * 4

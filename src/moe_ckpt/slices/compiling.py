@@ -68,6 +68,9 @@ class CompiledPart:
         kind: That of the shard it becomes (see ``shard_path``), ``HOST_ONLY``, ``GRADIENTS``, or ``MIRROR`` and a rank.
         joined: The cuts that it is made of.
         slices: What it holds, side tensors included, in the order of ``lay_out``.
+        source: The rank of whose share this part is a duplicate from this rank's state; None for this rank's own share.
+        is_written: It becomes a shard.
+        is_consumed: It holds gradients, of this rank's share or of another's.
         ends: Where each ends; the next begins there.
         side: Places in ``slices`` of the side tensors, in the order in which they were given.
         copies: Copies all slices but the side tensors.
@@ -88,6 +91,9 @@ class CompiledPart:
         order = sorted_rows(table)
         table, numbers = table.take(order, axis=0), numbers.take(order)
         self.slices = Slices(shelf.entries, numbers)
+        self.source = int(kind.removeprefix(MIRROR)) if kind.startswith(MIRROR) else None
+        self.is_written = kind not in (HOST_ONLY, GRADIENTS) and self.source is None
+        self.is_consumed = len(numbers) > 0 and shelf.entries[numbers[0]].key.startswith(GRADIENT)
         self.ends = np.cumsum(table[:, NBYTES])
         self.side = tuple(np.argsort(order)[live:].tolist()) if side else ()
         begins = self.ends - table[:, NBYTES]
@@ -102,20 +108,6 @@ class CompiledPart:
     @cached_property
     def cuts(self) -> Sequence[Cut]:
         return self.joined.listed()
-
-    @property
-    def is_written(self) -> bool:
-        return self.kind not in (HOST_ONLY, GRADIENTS) and self.source is None
-
-    @property
-    def is_consumed(self) -> bool:
-        """True if the part holds gradients, of this rank's share or of another's."""
-        return len(self.slices) > 0 and self._shelf.entries[self.slices.numbers[0]].key.startswith(GRADIENT)
-
-    @property
-    def source(self) -> int | None:
-        """The rank of whose share this part is a duplicate from this rank's state; None for this rank's own share."""
-        return int(self.kind.removeprefix(MIRROR)) if self.kind.startswith(MIRROR) else None
 
     @property
     def entries(self) -> tuple[SliceEntry, ...]:
@@ -256,7 +248,9 @@ class PlanCompiler:
         self._claims = Claims(catalog, (), rank, ranks)
         self._compute_types: Mapping[str, str] = {}
         self._unstable: frozenset[str] = frozenset()
-        self._plans = _KeptPlans()
+        self._plans: OrderedDict[_WholeKey, CompiledPlan] = OrderedDict()  # the one used longest ago first
+        self._newest_plan: tuple[_WholeKey, CompiledPlan] | None = None
+        self._slices = 0  # of all plans
         self._newest: dict[str, CompiledPart] = {}
         self.mirrors = MirroredShares(catalog, placement, ())
 
@@ -290,11 +284,22 @@ class PlanCompiler:
         if contents.on_behalf_of is not None:
             return self._compile_lent(key, contents, contents.on_behalf_of, side)
         whole_key = (key, tuple(side), contents.to_peers)
-        plan = self._plans.get(whole_key)
-        if plan is None:
-            plan = self._compile(key, contents, side)
-            self._plans.add(whole_key, plan)
+        if self._newest_plan is not None and _are_same(self._newest_plan[0], whole_key):
+            plan = self._newest_plan[1]  # found without a look at each operator's name
+        else:
+            plan = self._kept(whole_key, contents, side)
         return self._with_gradients(plan, contents, gradients) if gradients else plan
+
+    def _kept(self, whole_key: _WholeKey, contents: Contents, side: Sequence[SliceEntry]) -> CompiledPlan:
+        plan = self._plans.pop(whole_key, None)
+        if plan is None:
+            plan = self._compile(whole_key[0], contents, side)
+            self._slices += _slices(plan)
+        self._plans[whole_key] = plan
+        self._newest_plan = whole_key, plan
+        while self._slices > _MOST_SLICES and len(self._plans) > 1:
+            self._slices -= _slices(self._plans.popitem(last=False)[1])
+        return plan
 
     def _update(
         self, tensors: Sequence[StateTensor], specs: Sequence[TensorSpec], compute_types: Mapping[str, str]
@@ -317,6 +322,7 @@ class PlanCompiler:
 
     def _forget(self) -> None:
         self._plans.clear()
+        self._newest_plan, self._slices = None, 0
         self._newest.clear()
 
     def _compile_lent(self, key: PlanKey, contents: Contents, writer: int, side: Sequence[SliceEntry]) -> CompiledPlan:
@@ -402,40 +408,6 @@ def _in_a_buffer(parts: Iterable[CompiledPart]) -> tuple[Placed, ...]:
 
 def _slices(plan: CompiledPlan) -> int:
     return sum(len(part.slices) for _, part in plan.parts)
-
-
-class _KeptPlans:
-    """The plans that were used last, together of up to ``_MOST_SLICES`` slices."""
-
-    def __init__(self) -> None:
-        self._plans: OrderedDict[_WholeKey, CompiledPlan] = OrderedDict()
-        self._newest: tuple[_WholeKey, CompiledPlan] | None = None
-        self._slices = 0
-
-    def get(self, key: _WholeKey) -> CompiledPlan | None:
-        if self._newest is not None and _are_same(self._newest[0], key):
-            return self._newest[1]  # found without a look at each operator's name
-        plan = self._plans.pop(key, None)
-        if plan is not None:
-            self._plans[key] = plan  # the last to go
-            self._newest = key, plan
-        return plan
-
-    def add(self, key: _WholeKey, plan: CompiledPlan) -> None:
-        self._plans[key] = plan
-        self._newest = key, plan
-        self._slices += _slices(plan)
-        while self._slices > _MOST_SLICES and len(self._plans) > 1:
-            self._slices -= _slices(self._plans.popitem(last=False)[1])
-
-    def values(self) -> Sequence[CompiledPlan]:
-        """The one that was used longest ago first."""
-        return tuple(self._plans.values())
-
-    def clear(self) -> None:
-        self._plans.clear()
-        self._newest = None
-        self._slices = 0
 
 
 def _are_same(one: _WholeKey, other: _WholeKey) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import cached_property
@@ -59,9 +59,10 @@ class CopyProgram:
         numbers: Its slices there, in the order of the target.
         table: Of them, see ``slices.cuts``.
         begins: Where each goes.
-        at_once: Keys of tensors that ``copy_at_once`` copies instead.
+        at_once: Keys of tensors that others than the optimizer change.
 
     Attributes:
+        at_once: The slices of those, which ``copy_here`` copies instead.
         is_cuda: Whether any of the tensors is on a GPU.
     """
 
@@ -69,11 +70,11 @@ class CopyProgram:
         self, shelf: Shelf, numbers: Numbers, table: Table, begins: Numbers, at_once: Collection[str] = ()
     ) -> None:
         self._shelf = shelf
-        self._at_once: list[tuple[SliceEntry, torch.Tensor]] = []
+        self.at_once: list[tuple[SliceEntry, torch.Tensor]] = []
         if at_once:
             now = np.array([shelf.entries[number].key in at_once for number in numbers.tolist()], dtype=bool)
             early = zip(numbers[now].tolist(), begins[now].tolist(), strict=True)
-            self._at_once = [(moved(shelf.entries[number], begin), shelf.source(number)) for number, begin in early]
+            self.at_once = [(moved(shelf.entries[number], begin), shelf.source(number)) for number, begin in early]
             numbers, table, begins = numbers[~now], table[~now], begins[~now]
         self._numbers, self._table, self._begins = numbers, table, begins
         self._watched = ascending(table[:, BLOCK], len(shelf.blocks))
@@ -128,10 +129,6 @@ class CopyProgram:
                 heads = [tensors[number] for number in numbers[first[at:upto]].tolist()]
                 yield _gathered(heads, lengths[at:upto], begin[at:upto], end[at:upto])
                 at = upto
-
-    def copy_at_once(self, memory: torch.Tensor) -> bool:
-        """Copy, on the calling thread, what others than the optimizer change. See ``copy_here``."""
-        return copy_here(self._at_once, memory)
 
 
 @dataclass(frozen=True, eq=False)
@@ -252,23 +249,23 @@ Move = tuple[CopyStep, torch.Tensor]
 """A step and the memory that its program copies into."""
 
 
-class _CopiedVersions:
-    """Notices tensors that were changed in place while they were being copied, by torch's version counters."""
+Changed = Callable[[], tuple[str, ...]]
+"""Returns keys of tensors that were changed in place while they were being copied."""
 
-    def __init__(self, programs: Sequence[CopyProgram]) -> None:
-        self._programs = programs
-        self._versions = self._now()
 
-    def _now(self) -> list[npt.NDArray[np.uint32]]:
-        return [program.versions() for program in self._programs]
+def _watch(programs: Sequence[CopyProgram]) -> Changed:
+    """Notices, by torch's version counters, tensors that are changed in place from now on."""
+    versions = [program.versions() for program in programs]
 
-    def changed(self) -> tuple[str, ...]:
-        keys: list[str] = []
-        for program, seen, now in zip(self._programs, self._versions, self._now(), strict=True):
-            places = np.flatnonzero(now != seen)
+    def changed() -> tuple[str, ...]:
+        keys = set[str]()
+        for program, before in zip(programs, versions, strict=True):
+            places = np.flatnonzero(program.versions() != before)
             if len(places):
-                keys += program.keys(places)
-        return tuple(sorted(set(keys)))
+                keys.update(program.keys(places))
+        return tuple(sorted(keys))
+
+    return changed
 
 
 _Issued = tuple[torch.cuda.Event | None, tuple[str, ...], float]
@@ -284,9 +281,9 @@ class Copy:
     moving_secs: of those, less what a gate held it back. Known likewise.
     """
 
-    def __init__(self, issued: Future[_Issued], watch: _CopiedVersions, transfer: GatedTransfer | None) -> None:
+    def __init__(self, issued: Future[_Issued], changed: Changed, transfer: GatedTransfer | None) -> None:
         self._issued = issued
-        self._watch = watch
+        self._changed = changed
         self._transfer = transfer
         self._joined = threading.Event()
         self._began = time.perf_counter()
@@ -306,7 +303,7 @@ class Copy:
         event, self.changed, _ = self._issued.result()
         if event is not None:
             # The device may still be copying, but what the host has queued so far can be seen here.
-            self.changed = self._watch.changed()
+            self.changed = self._changed()
             torch.cuda.current_stream().wait_event(event)
         self._joined.set()
 
@@ -350,15 +347,15 @@ class Copier:
             self._stream = self._stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
             ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
             ready.record(torch.cuda.current_stream())
-        watch = _CopiedVersions([program for program, _ in jobs])
+        changed = _watch([program for program, _ in jobs])
         transfer = None if self._gate is None else self._gate.copy(sum(program.nbytes for program, _ in jobs))
-        return Copy(self._pool.submit(self._run, jobs, ready, watch, transfer), watch, transfer)
+        return Copy(self._pool.submit(self._run, jobs, ready, changed, transfer), changed, transfer)
 
     def _run(
         self,
         jobs: Sequence[Job],
         ready: torch.cuda.Event | None,
-        watch: _CopiedVersions,
+        changed: Changed,
         transfer: GatedTransfer | None,
     ) -> _Issued:
         moves = [(step, memory) for program, memory in jobs for step in program.steps]
@@ -372,31 +369,30 @@ class Copier:
             if self._stream is not None:
                 self._stream.synchronize()  # the snapshot fails, and its buffer is lent again
             raise
-        return done, () if done is not None else watch.changed(), time.perf_counter()
+        return done, () if done is not None else changed(), time.perf_counter()
 
     def _copy(
         self, moves: Sequence[Move], ready: torch.cuda.Event | None, transfer: GatedTransfer | None
     ) -> torch.cuda.Event | None:
+        admitted = moves if transfer is None else self._admitted(moves, transfer)
         if ready is None or self._stream is None:
-            self._carry_out(moves, transfer)
+            carry_out(admitted)
             return None
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(ready)
-            self._carry_out(moves, transfer)
+            carry_out(admitted)
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record(self._stream)
         return done
 
-    def _carry_out(self, moves: Sequence[Move], transfer: GatedTransfer | None) -> None:
-        if transfer is None:
-            carry_out(moves)
-            return
+    def _admitted(self, moves: Sequence[Move], transfer: GatedTransfer) -> Iterator[Move]:
+        """Yields chunks, each when the gate lets it go."""
         for step, memory in moves:
             for chunk in step.chunks(transfer.chunk_nbytes):
                 idle_from = transfer.admit(chunk.size)
                 if idle_from is not None and self._stream is not None:
                     self._stream.wait_event(idle_from)
-                carry_out([(chunk, memory)])
+                yield chunk, memory
 
     def close(self) -> None:
         """End the thread after the copy in hand. Never blocks for longer than that copy takes."""
@@ -404,7 +400,7 @@ class Copier:
 
 
 @torch.no_grad()
-def carry_out(moves: Sequence[Move]) -> None:
+def carry_out(moves: Iterable[Move]) -> None:
     """Run steps one after the other, on the current stream where they read a device."""
     for step, memory in moves:
         step.run(memory)

@@ -186,6 +186,6 @@ def copy_at_once(
     sources = {entry.name: source for entry, source in side}
     on_device = False
     for part, inside in parts:
-        side_copies = [(entry, sources[entry.name]) for entry in part.side_entries()]
-        on_device |= part.copies.copy_at_once(inside) | copy_here(side_copies, inside)
+        side_copies = ((entry, sources[entry.name]) for entry in part.side_entries())
+        on_device |= copy_here([*part.copies.at_once, *side_copies], inside)
     return on_device

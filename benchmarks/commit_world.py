@@ -16,7 +16,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,6 @@ from moe_ckpt.core.operators import (
 from moe_ckpt.core.placement import everywhere
 from moe_ckpt.core.step import Fate, SnapshotPlan, Superseded
 from moe_ckpt.format.manifest import FileRecord, StateRecord, group_of, shard_path, state_path, step_dir
-from moe_ckpt.format.run_records import Identity
 from moe_ckpt.format.sealed import digest
 from moe_ckpt.format.shard import REPLAY, seal_of
 from moe_ckpt.ledger.coverage import PRIME, Box, cover_sum
@@ -279,9 +278,9 @@ class ActedPeers(ActedRank):
     def broadcast(self, payload: bytes) -> bytes:
         """What rank 0 has opened."""
         if self.rank == 0:
-            self._run_id = json.loads(payload)["identity"]["run_id"]
+            self._run_id, _ = json.loads(payload)["found"]
             return payload
-        return json.dumps({"identity": asdict(Identity(self._run_id, "", 0.0)), "generation": 0}).encode()
+        return json.dumps({"found": [self._run_id, 0]}).encode()
 
     def everyone(self, payload: bytes) -> list[bytes]:
         return [payload] * self.world_size

@@ -80,7 +80,7 @@ def test_other_ranks_hear_of_an_error_of_any_kind(tmp_path):
 
     run_threads(ThreadRanks(2), body)
     assert sorted(rank for rank, _ in said) == [0, 1]
-    assert any("rank 0 could not open the store: Bug" in text for _, text in said)
+    assert any("rank 0 cannot open the store: Bug" in text for _, text in said)
     open_and_save(tmp_path)
 
 

@@ -11,7 +11,6 @@ from moe_ckpt.comm.communicator import largest
 from moe_ckpt.errors import (
     CoverageError,
     DamagedError,
-    MoECheckpointError,
     NotFiniteError,
     OtherLayoutError,
     PeerLostError,
@@ -49,7 +48,7 @@ class NotUsableError(Exception):
 def by_rank_zero(comm: Communicator, action: Callable[[], T], doing: str) -> T:
     """Returns the result of ``action`` on rank 0, plain data, on every rank. A collective.
 
-    For looks at a store, which may change meanwhile. If ``action`` raises ``MoECheckpointError`` or ``OSError``, rank 0
+    For looks at a store, which may change meanwhile. If ``action`` raises an error, rank 0
     raises that, and the others ``StoreError`` with its message: "rank 0 cannot <doing>: ...".
     """
     answer = RankZeroAnswer.of(action if comm.rank == 0 else None)
@@ -84,7 +83,7 @@ class RankZeroAnswer(Generic[T]):
             return cls({})
         try:
             return cls({"found": action()})
-        except (OSError, MoECheckpointError) as error:
+        except Exception as error:  # whatever it is, the other ranks are waiting for an answer
             return cls({"error": f"{type(error).__name__}: {error}"}, error)
 
     def taken(self, answer: Mapping[str, Any], doing: str) -> T:

@@ -6,12 +6,10 @@ Rank 0 checks, locks and cleans the store, and tells the other ranks.
 from __future__ import annotations
 
 import enum
-import json
 import logging
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
 
 from moe_ckpt.commit.commit import Committer
 from moe_ckpt.commit.keeping import StoreKeeper
@@ -30,6 +28,7 @@ from moe_ckpt.format.run_records import Identity
 from moe_ckpt.ledger.retention import RetentionPolicy
 from moe_ckpt.ports import Communicator
 from moe_ckpt.reading.step_storage import PATIENCE_SECS, StepStorage
+from moe_ckpt.reading.together import by_rank_zero
 from moe_ckpt.run.context import RunContext
 from moe_ckpt.run.documents import read_commit, read_header, read_manifest, read_sealed
 from moe_ckpt.run.events import Closed, Opened
@@ -47,24 +46,6 @@ _MODEL = "model/"
 _SHOWN = 3
 
 
-@dataclass(frozen=True)
-class OpenedStore:
-    """The identity in ``store.json``, and the generation that this life of the run writes under.
-
-    Attributes:
-        keeper: On rank 0.
-    """
-
-    identity: Identity
-    generation: int
-    keeper: StoreKeeper | None = None
-
-    @property
-    def run_id(self) -> str:
-        """The run id of the store."""
-        return self.identity.run_id
-
-
 def open_store(
     storage: Storage,
     catalog: Catalog,
@@ -72,12 +53,15 @@ def open_store(
     lock: StoreLock,
     retention: RetentionPolicy,
     patience_secs: float = PATIENCE_SECS,
-) -> OpenedStore:
+) -> tuple[str, int, StoreKeeper | None]:
     """Called once by all ranks before training; rank 0 takes the ``lock``.
 
     Args:
         catalog: Of the model.
         patience_secs: For how long, in all, reads that fail are tried again.
+
+    Returns:
+        The store's run, the generation that this life of it writes under, and rank 0's keeper.
 
     Raises:
         StoreError: the directory belongs to another model.
@@ -85,24 +69,25 @@ def open_store(
         StoreUnwritableError: the directory cannot be created or written.
         StoreError: on the other ranks, with rank 0's message.
     """
-    if comm.rank == 0:
+    keepers: list[StoreKeeper] = []
+
+    def opened() -> tuple[str, int]:
         try:
-            opened = _open(storage, catalog, lock, retention, patience_secs, comm.world_size)
-        except Exception as error:  # whatever it is, the other ranks are waiting for an answer
-            comm.broadcast(json.dumps({"error": f"{type(error).__name__}: {error}"}).encode())
-            if isinstance(error, MoECheckpointError) or not isinstance(error, OSError):
-                raise
-            raise StoreUnwritableError(f"the store {storage.root} cannot be opened: {error}") from error
-        try:
-            comm.broadcast(json.dumps({"identity": asdict(opened.identity), "generation": opened.generation}).encode())
-        except BaseException:
-            lock.release()
+            run_id, generation, keeper = _open(storage, catalog, lock, retention, patience_secs, comm.world_size)
+        except MoECheckpointError:
             raise
-        return opened
-    answer = json.loads(comm.broadcast(b""))
-    if "error" in answer:
-        raise StoreError(f"rank 0 could not open the store: {answer['error']}")
-    return OpenedStore(Identity(**answer["identity"]), answer["generation"])
+        except OSError as error:
+            raise StoreUnwritableError(f"the store {storage.root} cannot be opened: {error}") from error
+        keepers.append(keeper)
+        return run_id, generation
+
+    try:
+        run_id, generation = by_rank_zero(comm, opened, "open the store")
+    except BaseException:
+        if keepers:  # the others did not hear of it
+            lock.release()
+        raise
+    return run_id, generation, next(iter(keepers), None)
 
 
 def _open(
@@ -112,7 +97,7 @@ def _open(
     retention: RetentionPolicy,
     patience_secs: float,
     ranks: int,
-) -> OpenedStore:
+) -> tuple[str, int, StoreKeeper]:
     fingerprint = catalog.fingerprint()
     storage.probe()
     lock.acquire()
@@ -134,7 +119,7 @@ def _open(
         lock.release()
         raise
     generation = 1 + max((generation for _, generation in steps.values()), default=-1)
-    return OpenedStore(identity, generation, keeper)
+    return identity.run_id, generation, keeper
 
 
 def _identity(storage: Storage, names: list[str], directories: list[str]) -> Identity | None:
@@ -240,14 +225,14 @@ class SessionResources:
     def open(self) -> Pipeline:
         """Take possession of the store and start the threads. Where that fails, ``close`` must follow."""
         run, settings = self._run, self._run.settings
-        opened = open_store(run.storage, run.catalog, run.comm, run.lock, run.settings.retention)
-        memory = open_memory(run, opened.run_id, opened.generation)
+        run_id, generation, keeper = open_store(run.storage, run.catalog, run.comm, run.lock, settings.retention)
+        memory = open_memory(run, run_id, generation)
         try:
             self.generation = memory.generation
             run.comm.enter(memory.generation)
-            if opened.keeper is not None:
-                self.committer = Committer(run, opened.keeper)
-            pipeline = self._pipeline = Pipeline(run, opened.run_id, memory, self.committer)
+            if keeper is not None:
+                self.committer = Committer(run, keeper)
+            pipeline = self._pipeline = Pipeline(run, run_id, memory, self.committer)
         except BaseException:
             host_tier.leave(memory.tier, run.storage.root, keep=True)  # no pipeline will
             raise
@@ -257,7 +242,7 @@ class SessionResources:
                 catalog=run.catalog,
                 placement=run.placement,
                 policy=run.policy.describe(),
-                run_id=opened.run_id,
+                run_id=run_id,
                 generation=memory.generation,
                 ranks=run.comm.world_size,
                 ranks_per_node=min(settings.local_ranks, run.comm.world_size),

@@ -80,6 +80,8 @@ NAMES_OF_NOTHING = frozenset(
 WRITTEN_TO_FILES = {"format.slot": ("beside", "place")}
 """Module -> names of that kind that stand in files."""
 NO_BEGINNINGS = frozenset({"Of", "As", "Likewise", "Where", "What", "Whether", "Which", "Who", "How"})
+ONE_PER_FRAMEWORK = ("MoECheckpointCallback",)
+"""Names that frameworks' users expect alike: each imports one."""
 LIGHTNING_NAMES = "callbacks.compat"
 PRIVATE_NAMES_OF_OTHERS = frozenset(
     {
@@ -410,7 +412,7 @@ def doubled_classes(modules: Sequence[Module]) -> Iterator[str]:
     homes: dict[str, list[str]] = {}
     for module in modules:
         for node in ast.walk(module.tree):
-            if isinstance(node, ast.ClassDef):
+            if isinstance(node, ast.ClassDef) and node.name not in ONE_PER_FRAMEWORK:
                 homes.setdefault(node.name, []).append(f"{module.name}:{node.lineno}")
     return (f"{name} is the name of classes in {', '.join(at)}" for name, at in homes.items() if len(at) > 1)
 

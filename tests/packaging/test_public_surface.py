@@ -37,6 +37,7 @@ SURFACE = {
     "moe_ckpt.megatron": (
         "MegatronCheckpoint MegatronLM Progress attach export_torch_dist import_torch_dist install load_weights"
     ),
+    "moe_ckpt.megatron.bridge": "MoECheckpointCallback",
     "moe_ckpt.metrics": "CheckpointMetrics",
     "moe_ckpt.plain": "PlainCheckpoint Position attach",
     "moe_ckpt.transformers": "MoECheckpointCallback",

@@ -41,7 +41,6 @@ from moe_ckpt.megatron.compat import changed, look_up, megatron_core
 from moe_ckpt.megatron.loop import Progress
 from moe_ckpt.megatron.model.topology import from_rank_zero, is_rank_zero
 from moe_ckpt.megatron.script import (
-    COUNTED,
     USED_OF_TRAIN,
     LateValidation,
     StartedIteration,
@@ -50,7 +49,7 @@ from moe_ckpt.megatron.script import (
     flat,
     pass_over,
     require_trainable,
-    rerun_machine,
+    set_counters,
     uninterrupted,
     unknown_release,
     warn_of_loader,
@@ -300,16 +299,9 @@ class MegatronLM:
 
     def _set_counters(self, settings: Any, progress: Progress) -> None:
         """Sets Megatron's counters as its ``load_checkpoint`` does."""
-        settings.iteration, settings.consumed_train_samples = progress.iteration, progress.consumed_samples
-        for name in COUNTED:
-            if name in progress.counters:
-                setattr(settings, name, progress.counters[name])
+        settings.iteration = progress.iteration
+        set_counters(settings, progress)
         self._floating_point_operations = progress.counters.get("num_floating_point_operations_so_far", 0)
-        largest = progress.counters.get("rerun_max_values")
-        if largest is not None:
-            rerun_machine().max_values = dict(largest)
-        calculator = importlib.import_module("megatron.core.num_microbatches_calculator")
-        calculator.update_num_microbatches(consumed_samples=progress.consumed_samples, verbose=True)
         if is_rank_zero() and settings.train_iters is not None and progress.iteration >= settings.train_iters:
             announce(
                 "%s is at iteration %d, and --train-iters is %d: there is nothing left to train",

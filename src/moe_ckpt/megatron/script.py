@@ -96,6 +96,24 @@ def counters_of(settings: Any, floating_point_operations: Any) -> dict[str, Any]
     return counters if largest is None else {**counters, "rerun_max_values": dict(largest)}
 
 
+def set_counters(settings: Any, progress: Progress) -> None:
+    """Sets the counters, and what Megatron derives from them, to where training resumes.
+
+    Args:
+        settings: Megatron's arguments.
+        progress: What ``resume`` returned.
+    """
+    settings.consumed_train_samples = progress.consumed_samples
+    for name in COUNTED:
+        if name in progress.counters:
+            setattr(settings, name, progress.counters[name])
+    largest = progress.counters.get("rerun_max_values")
+    if largest is not None:
+        rerun_machine().max_values = dict(largest)
+    calculator = importlib.import_module("megatron.core.num_microbatches_calculator")
+    calculator.update_num_microbatches(consumed_samples=progress.consumed_samples, verbose=True)
+
+
 def rerun_machine() -> Any:
     """Returns Megatron's rerun state machine."""
     return importlib.import_module("megatron.core.rerun_state_machine").get_rerun_state_machine()

@@ -1,0 +1,216 @@
+"""The callback of Megatron-Bridge::
+
+    from moe_ckpt.megatron.bridge import MoECheckpointCallback
+
+    pretrain(config, forward_step, callbacks=[MoECheckpointCallback(Dense(every_n_steps=10), dirpath="/shared/my_run")])
+
+It imports nothing of Megatron-Bridge, which takes any object with methods of its events' names.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import logging
+import os
+import sys
+from collections.abc import Callable, Mapping
+from types import CodeType, TracebackType
+from typing import TYPE_CHECKING, Any
+
+from moe_ckpt.driver.host import Stateful
+from moe_ckpt.driver.run import CLOSE_SECS
+from moe_ckpt.errors import ConfigError
+from moe_ckpt.megatron.checkpoint import MegatronCheckpoint
+from moe_ckpt.megatron.loop import Progress
+from moe_ckpt.megatron.model.topology import is_rank_zero
+from moe_ckpt.megatron.script import counters_of, rerun_machine, set_counters
+from moe_ckpt.notices import announce
+from moe_ckpt.policies.base import Policy
+from moe_ckpt.run.options import OptionValues, make_options
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+__all__ = ["MoECheckpointCallback"]
+
+PRETRAIN = "megatron.bridge.training.pretrain"
+"""Its global ``train`` is the training loop, which ends a job early by ``sys.exit`` and fires no event then."""
+
+
+class MoECheckpointCallback:
+    """Checkpoints ``pretrain`` of Megatron-Bridge, and resumes it from the newest checkpoint at the next start.
+
+    A restart has the weights, the optimizer, the schedule, the random numbers and the counters of the run, set before
+    Bridge opens its data. Bridge's own ``checkpoint.save`` and ``load`` still work, but are not needed. A validation at
+    which training was killed is not made again. The operations counted so far, which Bridge logs, lack those of the
+    newest iteration.
+
+    Args:
+        policy: What is saved when; None: ``CheckFreq()``.
+        dirpath: The store, a directory that all ranks see, or an fsspec URL. One run per store.
+        stateful: As of ``megatron.attach``.
+        **options: See ``moe_ckpt.run.options.Options``.
+
+    Attributes:
+        checkpoint: What drives the run; None until Bridge has built the model.
+
+    Raises:
+        ConfigError: Options contradict each other.
+    """
+
+    def __init__(
+        self,
+        policy: Policy | None = None,
+        *,
+        dirpath: str | os.PathLike[str] = "checkpoints",
+        stateful: Mapping[str, Stateful] | None = None,
+        **options: Unpack[OptionValues],
+    ) -> None:
+        self._options = make_options("MoECheckpointCallback", policy, dirpath, options, ("stateful",))
+        self._stateful = stateful or {}
+        self.checkpoint: MegatronCheckpoint | None = None
+
+    # --- events of Megatron-Bridge ---
+
+    def on_data_init_start(self, context: Any) -> None:
+        """Model, optimizer and scheduler are complete, and no dataset is open yet: attaches and resumes."""
+        settings, position = context.state.cfg, context.state.train_state
+        if settings.validation.skip_train:
+            raise ConfigError(
+                "MoECheckpointCallback: validation.skip_train is set, so nothing is trained. Leave the callback out"
+            )
+        if settings.dataset.dataloader_type == "external" and not self._stateful and is_rank_zero():
+            announce(
+                "MoECheckpointCallback: the position in the data of dataloader_type='external' is not saved. Unless "
+                "your loader begins at train_state.consumed_train_samples, a resumed run trains on data that it has "
+                "seen: give the callback stateful={'loader': ...}, anything with state_dict and load_state_dict",
+                level=logging.WARNING,
+            )
+        if self.checkpoint is not None:  # restarted within this process
+            self.checkpoint.close(CLOSE_SECS)
+        loaded = Progress(position.step, position.consumed_train_samples, position.step > 0, _counters(position))
+        ckpt = self.checkpoint = MegatronCheckpoint(
+            self._options, context.model, context.optimizer, context.scheduler, self._stateful
+        )
+        progress = ckpt.resume((lambda: loaded) if loaded.restored else None)
+        if progress.iteration < loaded.iteration and is_rank_zero():
+            announce(
+                "Megatron-Bridge loaded iteration %d, but training continues at iteration %d, of the checkpoint in %s. "
+                "To continue from Bridge's, choose another dirpath",
+                *(loaded.iteration, progress.iteration, self._options.dirpath),
+                level=logging.WARNING,
+            )
+        position.step = progress.iteration
+        set_counters(position, progress)
+        operations = vars(position).pop("num_floating_point_operations_so_far", 0)  # Bridge's name is another
+        position.floating_point_operations_so_far = operations
+        _discard_tokens_of_reruns(ckpt)
+        self._watch_the_end()
+
+    def on_train_step_start(self, context: Any) -> None:
+        """Counts the iterations before this one that Bridge has skipped, which fire no events."""
+        ckpt = self._attached
+        position = context.state.train_state
+        for iteration in range(ckpt.iteration + 1, position.step + 1):
+            ckpt.skip(iteration, position.consumed_train_samples, counters=_counters(position))
+
+    def on_train_step_end(self, context: Any) -> None:
+        """Counts the iteration, as Bridge does after this event, and starts a checkpoint if one is due."""
+        ckpt, settings, position = self._attached, context.state.cfg, context.state.train_state
+        if not ckpt._host.loop.is_updating:  # the rerun machine ends the job, and no update was made
+            return
+        calculator = importlib.import_module("megatron.core.num_microbatches_calculator")
+        iteration, batch = position.step + 1, calculator.get_current_running_global_batch_size()
+        counters = _counters(position)
+        counters["skipped_train_samples"] += calculator.get_current_global_batch_size() - batch
+        if _is_validated(settings.validation, iteration, is_on=position.do_valid):
+            rounds = settings.validation.eval_iters
+            counters["consumed_valid_samples"] += rounds * settings.validation.eval_global_batch_size
+        consumed = position.consumed_train_samples + batch
+        updated = not context.skipped_iter
+        record = ckpt.after_step(iteration, consumed_samples=consumed, updated=updated, counters=counters)
+        if record.halt is not None:
+            ckpt._driver.say.halted(iteration, record.halt)
+            settings.train.train_iters = iteration  # the condition of Bridge's loop
+
+    def on_train_end(self, context: Any) -> None:
+        """Leaves a complete checkpoint: all iterations are done."""
+        self.on_train_step_start(context)
+        self._attached.finish()
+
+    # --- the end of the loop ---
+
+    @property
+    def _attached(self) -> MegatronCheckpoint:
+        if self.checkpoint is None:
+            raise ConfigError(
+                "MoECheckpointCallback: this Megatron-Bridge fired no on_data_init_start before training, so nothing "
+                "was attached. It was written for Megatron-Bridge 0.7"
+            )
+        return self.checkpoint
+
+    def _watch_the_end(self) -> None:
+        """Encloses the next call of Bridge's ``train``, whose exits and errors fire no event."""
+        module: Any = sys.modules.get(PRETRAIN)
+        train = getattr(module, "train", None)
+        if train is None:  # a loop of the user's own, which calls the events
+            return
+
+        @functools.wraps(train)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            module.train = train
+            return self._run(train, *args, **kwargs)
+
+        module.train = watched
+
+    def _run(self, train: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            return train(*args, **kwargs)
+        except SystemExit as error:
+            if not _is_raised_by(inspect.unwrap(train).__code__, error.__traceback__):  # on this rank alone
+                self._attached.close(CLOSE_SECS, error)
+                raise
+            self._attached.finish(ended=False)  # a signal, a time limit or an interval: another job continues
+            raise
+        except BaseException as error:
+            self._attached.close(CLOSE_SECS, error)
+            raise
+
+
+def _counters(position: Any) -> dict[str, Any]:
+    """Returns Bridge's counters beside iteration and samples, under the names of Megatron-LM.
+
+    Args:
+        position: Bridge's ``TrainState``.
+    """
+    return counters_of(position, position.floating_point_operations_so_far)
+
+
+def _is_validated(validation: Any, iteration: int, *, is_on: bool) -> bool:
+    """Returns whether Bridge makes a validation after ``iteration``."""
+    begins_at = validation.start_eval_at_iter
+    is_due = bool(validation.eval_interval) and iteration % validation.eval_interval == 0
+    return is_on and is_due and (begins_at is None or iteration >= begins_at)
+
+
+def _discard_tokens_of_reruns(ckpt: MegatronCheckpoint) -> None:
+    """Lets tokens of a pass that Megatron's rerun machine repeats count once."""
+    machine = rerun_machine()
+    asked = type(machine).should_run_forward_backward.__get__(machine)
+
+    def should_run(data_iterator: Any) -> bool:
+        runs: bool = asked(data_iterator)
+        if runs:
+            ckpt.discard_tokens()
+        return runs
+
+    machine.should_run_forward_backward = should_run
+
+
+def _is_raised_by(code: CodeType, trace: TracebackType | None) -> bool:
+    """Returns whether an error was raised in a function itself, and not in what it called."""
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and trace.tb_frame.f_code is code

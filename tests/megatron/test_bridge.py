@@ -1,0 +1,151 @@
+"""``megatron.bridge.MoECheckpointCallback``, called as Megatron-Bridge calls it: killed and started again, it ends with
+the bits of an undisturbed run."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_ckpt import Memory, newest_step
+from moe_ckpt.errors import ConfigError
+from moe_ckpt.megatron.bridge import MoECheckpointCallback
+from tests.megatron import bridge_loop
+from tests.megatron.bridge_loop import SETUP, Job
+from tests.support.megatron_run import EXACT
+from tests.support.processes import RanksFailed, run_ranks, start_ranks
+
+WARM = "tests.support.megatron_warm"
+RANKS = 2
+RARELY = ("Dense", {"every_n_steps": 1000})
+WINDOWS = ("MoEvement", {"window": 3})
+
+
+def live(job: Job, count: int = RANKS) -> list[dict[str, Any]]:
+    Path(job.directory).mkdir(exist_ok=True)
+    return run_ranks(bridge_loop.run, count, job, preload=WARM)
+
+
+def killed(job: Job, count: int = RANKS) -> None:
+    Path(job.directory).mkdir(exist_ok=True)
+    outcomes = start_ranks(bridge_loop.run, count, job, preload=WARM)
+    assert outcomes[job.kill[0]].exitcode == -9, [outcome.error for outcome in outcomes]
+
+
+def journal(job: Job, what: str, rank: int) -> dict[int, set[str]]:
+    """What was noted of each iteration, in all lives."""
+    found: dict[int, set[str]] = {}
+    for text in Path(job.directory, f"journal.{rank}").read_text().splitlines():
+        line = json.loads(text)
+        if what in line:
+            found.setdefault(line[what], set()).add(text)
+    return found
+
+
+def require_exact(whole: Job, broken: Job) -> list[dict[str, Any]]:
+    expected, found = live(whole), live(broken)
+    for rank, (one, other) in enumerate(zip(expected, found, strict=True)):
+        operations = [one["counters"].pop("floating_point_operations_so_far")]
+        operations.insert(0, other["counters"].pop("floating_point_operations_so_far"))
+        assert operations == sorted(operations), "it is said that some may be missing"
+        for what in (*EXACT, "iteration", "counters"):
+            assert one[what] == other[what], (rank, what)
+        for what in ("step", "validated"):
+            alike, mine = journal(whole, what, rank), journal(broken, what, rank)
+            assert mine.items() <= alike.items(), (rank, what)
+        assert journal(whole, "step", rank).keys() == journal(broken, "step", rank).keys()
+    assert found[0]["begun"][0] > 0
+    return found
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        Job("", skipped=(4, 13, 14)),
+        Job("", WINDOWS, skipped=(5,), rampup=(4, 4, 16)),
+        pytest.param(Job("", setup=replace(SETUP, precision="fp16", loss_scale=2.0**32)), marks=pytest.mark.slow),
+        pytest.param(Job("", WINDOWS, replace(SETUP, precision="bf16", dist_opt=True)), marks=pytest.mark.slow),
+    ],
+    ids=["dense", "windows", "fp16", "windows-bf16"],
+)
+def test_killed_at_random_it_ends_with_the_same_bits(job: Job, tmp_path: Path):
+    wheres = ["train", "ended", "validation", "counted"]
+    random.shuffle(wheres)
+    broken = replace(job, directory=str(tmp_path / "broken"))
+    iteration = 1
+    for number, where in enumerate(wheres):
+        iteration += 3 - iteration % 3 if where == "validation" else random.choice((1, 2))
+        iteration += iteration in job.skipped
+        killed(replace(broken, kill=(random.randrange(RANKS), iteration, where), seed=1 + number))
+    require_exact(replace(job, directory=str(tmp_path / "whole")), replace(broken, seed=9))
+
+
+def test_a_job_that_bridge_ends_early_leaves_its_newest_iteration(tmp_path: Path):
+    """By ``sys.exit``, for an interval, a signal or a time limit; or before an update, by the rerun machine."""
+    job = Job(str(tmp_path / "broken"), RARELY, exit_interval=5)
+    whole = replace(job, directory=str(tmp_path / "whole"), exit_interval=None)
+    for begun, ended in ((0, 5), (5, 10)):
+        [first, _] = live(replace(job, seed=1 + begun))
+        assert (first["begun"][0], first["iteration"]) == (begun, ended)
+        assert (first["error"], first["lifecycle"]) == ("SystemExit(0)", "ENDED")
+        assert newest_step(f"{job.directory}/store") == ended
+    [first, _] = live(replace(job, stops_at=13, exit_interval=None, seed=5))
+    assert (first["error"], newest_step(f"{job.directory}/store")) == ("SystemExit(0)", 12)
+    [first, _] = require_exact(whole, replace(job, exit_interval=None, seed=7))
+    assert (first["begun"][0], first["error"]) == (12, None)
+    [again, _] = live(replace(job, exit_interval=None))
+    assert again["begun"][0] == 14
+    assert any("The run is finished" in line for line in again["said"])
+
+
+def test_tokens_of_a_pass_that_is_made_again_count_once(tmp_path: Path):
+    once, twice = (live(Job(str(tmp_path / name), reruns=reruns)) for name, reruns in (("1", ()), ("2", (2, 5))))
+    assert [one["routed"] for one in once] == [one["routed"] for one in twice]
+
+
+ALONE = Job("", setup=replace(SETUP, ep=1))
+
+
+@pytest.mark.parametrize("how", ["fails_at", "leaves_at"])
+def test_an_error_or_an_exit_of_one_rank_closes_the_checkpoint(how: str, tmp_path: Path):
+    memory = {"memory": Memory(directory=str(tmp_path / "memory"), storage_every=1000)}
+    (tmp_path / "memory").mkdir()
+    job = replace(ALONE, directory=str(tmp_path), **{how: 6}, options=memory)
+    [first] = live(job, 1)
+    assert first["lifecycle"] == "CLOSED"
+    assert first["error"] is not None
+    [second] = live(replace(job, **{how: None}), 1)
+    assert (second["begun"][0], second["iteration"]) == (5, 14), "of memory, where it was sealed"
+
+
+def test_a_policy_may_end_the_run(tmp_path: Path):
+    job = replace(ALONE, directory=str(tmp_path), policy=("MoC", {"k": 1}))
+    killed(replace(job, kill=(0, 8, "train")), 1)
+    [first] = live(replace(job, policy=("Guarded", {"budget": 1e-6, "action": "stop"})), 1)
+    assert (first["error"], first["lifecycle"]) == (None, "ENDED")
+    assert first["begun"][0] < first["iteration"] < 14, "tokens are lost"
+
+
+def test_bridges_own_checkpoint_is_where_an_empty_store_begins(tmp_path: Path):
+    job = replace(ALONE, directory=str(tmp_path), loaded=5)
+    [first] = live(replace(job, iterations=7), 1)
+    assert (first["begun"], first["iteration"]) == ((5, 20), 7)
+    [second] = live(replace(job, loaded=9), 1)
+    assert (second["begun"], second["iteration"]) == ((7, 28), 14)
+    assert any("Megatron-Bridge loaded iteration 9, but training continues at iteration 7" in x for x in second["said"])
+
+
+def test_what_cannot_be_saved_is_said_at_the_start(tmp_path: Path):
+    with pytest.raises(ConfigError, match="polcy"):
+        MoECheckpointCallback(polcy=None)
+    with pytest.raises(ConfigError, match="fired no on_data_init_start"):
+        MoECheckpointCallback().on_train_end(None)
+    job = replace(ALONE, directory=str(tmp_path), iterations=1)
+    [first] = live(replace(job, settings={"dataset.dataloader_type": "external"}), 1)
+    assert any("dataloader_type='external'" in line for line in first["said"])
+    with pytest.raises(RanksFailed, match="skip_train"):
+        live(replace(job, settings={"validation.skip_train": True}), 1)

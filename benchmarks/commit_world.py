@@ -44,7 +44,7 @@ from moe_ckpt.format.manifest import FileRecord, StateRecord, group_of, shard_pa
 from moe_ckpt.format.sealed import digest
 from moe_ckpt.format.shard import REPLAY, seal_of
 from moe_ckpt.ledger.coverage import PRIME, Box, cover_sum
-from moe_ckpt.modeling.state.training_state import specs_of
+from moe_ckpt.modeling.training_state import specs_of
 from moe_ckpt.policies.base import Policy
 from moe_ckpt.ports import Reading, StateTensor, TensorSpec
 from moe_ckpt.slices.assignment import Sharder

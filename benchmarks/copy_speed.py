@@ -36,7 +36,7 @@ from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.placement import everywhere
 from moe_ckpt.core.step import Contents
 from moe_ckpt.format.shard import seal_of
-from moe_ckpt.modeling.state.training_state import specs_of
+from moe_ckpt.modeling.training_state import specs_of
 from moe_ckpt.ports import StateTensor
 from moe_ckpt.slices.compiling import CompiledPlan, PlanCompiler
 from moe_ckpt.slices.copying import Move, carry_out

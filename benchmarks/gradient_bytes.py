@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 
 from moe_ckpt.gradient_log.capture import ConsumedGradients, GradientCapture
 from moe_ckpt.gradient_log.units import whole_unit
-from moe_ckpt.policies.schedules.rolling import bytes_per_parameter
+from moe_ckpt.policies.rolling import bytes_per_parameter
 
 _EXAMPLE = "example: python benchmarks/gradient_bytes.py --markdown"
 EXPERTS, WIDTH, HIDDEN, ROUND = 8, 64, 96, 5

@@ -33,8 +33,8 @@ from benchmarks.windowed import workload
 from benchmarks.workload import SIZES
 from moe_ckpt.core.window import OperatorBytes, balance
 from moe_ckpt.memory.slot import Slot
-from moe_ckpt.modeling.moe.discover import build_catalog, find_moe_layers
-from moe_ckpt.policies.schedules.rolling import bytes_per_parameter
+from moe_ckpt.modeling.discover import build_catalog, find_moe_layers
+from moe_ckpt.policies.rolling import bytes_per_parameter
 
 _EXAMPLE = "example: python benchmarks/gradient_log_runs.py --size small --kills 4 --write"
 

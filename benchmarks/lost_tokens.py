@@ -27,7 +27,7 @@ from benchmarks.moc_sim import SimulatedRun, catalog
 from moe_ckpt.core.placement import everywhere
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.policies import MoC, Policy
-from moe_ckpt.policies.experts.selectors import SELECTORS
+from moe_ckpt.policies.selectors import SELECTORS
 
 PICTURE = Path(__file__).resolve().parents[1] / "docs" / "images" / "lost_tokens.png"
 SKEWNESS = (0.001, 0.01, 0.05, 0.1, 0.3, 0.6)

@@ -17,12 +17,11 @@ from moe_ckpt.commit import pipeline
 from moe_ckpt.commit.persisting import Stages
 from moe_ckpt.commit.room import Room
 from moe_ckpt.core.operators import Catalog
-from moe_ckpt.megatron import checkpoint
+from moe_ckpt.megatron import checkpoint, training_state
 from moe_ckpt.megatron.host import MegatronHost
-from moe_ckpt.megatron.model import topology
-from moe_ckpt.megatron.model.state import MegatronTrainingState
-from moe_ckpt.megatron.model.world import World
 from moe_ckpt.megatron.routing import RouterCounter
+from moe_ckpt.megatron.training_state import MegatronTrainingState
+from moe_ckpt.megatron.world import World
 from moe_ckpt.policies.base import Policy
 from moe_ckpt.policies.dense import Dense
 from moe_ckpt.policies.moc import MoC
@@ -72,7 +71,7 @@ def watched(policy: Policy) -> list[Watched]:
 ATTACH: list[Watched] = [
     ("inventory", checkpoint, "take_inventory"),
     ("holding", MegatronTrainingState, "holding"),
-    ("exchange, merge", topology, "exchange"),
+    ("exchange, merge", training_state, "exchange"),
     ("catalog", Catalog, "__post_init__"),
     ("placement", World, "placement"),
     ("session", session.CheckpointSession, "open"),

@@ -24,7 +24,7 @@ from benchmarks.acting import ActedRank
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.format.run_records import Identity
 from moe_ckpt.megatron import checkpoint
-from moe_ckpt.megatron.model.world import HeldTensor, Holding
+from moe_ckpt.megatron.world import HeldTensor, Holding
 from moe_ckpt.ports import Communicator
 from recipes.gpt_moe_megatron.config import ModelConfig, ParallelConfig, TrainerConfig
 from recipes.gpt_moe_megatron.model import DTYPES, join_groups, model_chunk, prepare_cpu, transformer_config

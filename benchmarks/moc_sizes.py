@@ -31,7 +31,7 @@ from benchmarks.moc_sim import SimulatedRun
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.placement import ShardingUnit, everywhere, shares_adaptive, water_level
 from moe_ckpt.core.tokens import Counts
-from moe_ckpt.modeling.moe.discover import build_catalog, find_moe_layers
+from moe_ckpt.modeling.discover import build_catalog, find_moe_layers
 from moe_ckpt.policies import MoC
 from moe_ckpt.ports import StateTensor
 from moe_ckpt.slices.assignment import Weights, expert_owners, weigh

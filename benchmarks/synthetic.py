@@ -18,7 +18,7 @@ from moe_ckpt.core.operators import (
     gate_id,
     non_expert_id,
 )
-from moe_ckpt.modeling.state.training_state import specs_of
+from moe_ckpt.modeling.training_state import specs_of
 from moe_ckpt.ports import Reading, StateTensor, TensorMeta, TensorSpec
 
 

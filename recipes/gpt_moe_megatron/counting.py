@@ -21,7 +21,7 @@ from recipes.gpt_moe_megatron.config import ModelConfig, ParallelConfig, Trainer
 from recipes.gpt_moe_megatron.model import join_groups, model_chunk, prepare_cpu, transformer_config
 
 if TYPE_CHECKING:
-    from moe_ckpt.megatron.model.world import Owner
+    from moe_ckpt.megatron.world import Owner
 
 GRADIENT_BYTES = 4
 ADAM_BYTES = 8
@@ -113,7 +113,7 @@ class StateBytes:
 
 def whole_model(model: ModelConfig) -> WholeModel:
     """The model as one rank would hold it, in the operators that ``moe_ckpt.megatron`` makes of it."""
-    from moe_ckpt.megatron.model.inventory import take_inventory
+    from moe_ckpt.megatron.inventory import take_inventory
 
     with acted_world(ParallelConfig(), 0):
         chunks = _chunks(model, ParallelConfig())

@@ -19,7 +19,7 @@ if __name__ == "__main__":  # run by its path, a script does not find the rest o
 from moe_ckpt.core.placement import everywhere
 from moe_ckpt.policies import Dense, MoC, MoEvement
 from moe_ckpt.policies.base import Measured, ModelFacts, Policy, PolicyContext, RunFacts
-from moe_ckpt.policies.schedules.window_report import WindowReport
+from moe_ckpt.policies.window_report import WindowReport
 from moe_ckpt.tables import print_table
 from recipes.gpt_moe_megatron.config import RunConfig
 from recipes.gpt_moe_megatron.counting import Precision, RankCount, WholeModel, rank_counts, whole_model

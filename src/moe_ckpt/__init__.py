@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from moe_ckpt.callbacks.checkpoint_io import load_from_checkpoint
     from moe_ckpt.ledger.retention import RetentionPolicy
     from moe_ckpt.memory.options import Memory
-    from moe_ckpt.modeling.moe.registry import register_moe
+    from moe_ckpt.modeling.registry import register_moe
     from moe_ckpt.plain.checkpoint import attach
     from moe_ckpt.reading.reader import newest_step
     from moe_ckpt.tiers.host_tier import release_host_memory
@@ -41,7 +41,7 @@ _HOMES = {
     "attach": "moe_ckpt.plain.checkpoint",
     "load_from_checkpoint": "moe_ckpt.callbacks",
     "newest_step": "moe_ckpt.reading.reader",
-    "register_moe": "moe_ckpt.modeling.moe.registry",
+    "register_moe": "moe_ckpt.modeling.registry",
     "release_host_memory": "moe_ckpt.tiers.host_tier",
 }
 """Imported on first use, so that the pure parts (policies, simulator, CLI help) load without torch."""

@@ -16,8 +16,8 @@ from moe_ckpt.comm.communicator import make_communicator
 from moe_ckpt.core.operators import expert_id
 from moe_ckpt.core.placement import everywhere
 from moe_ckpt.ledger.retention import RetentionPolicy
-from moe_ckpt.modeling.moe.discover import build_catalog
-from moe_ckpt.modeling.state.training_state import TorchTrainingState
+from moe_ckpt.modeling.discover import build_catalog
+from moe_ckpt.modeling.training_state import TorchTrainingState
 from moe_ckpt.policies import MoC
 from moe_ckpt.policies.base import Policy
 from moe_ckpt.recovery.resume import resume_newest

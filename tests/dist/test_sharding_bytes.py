@@ -20,8 +20,8 @@ from moe_ckpt.comm.communicator import make_communicator
 from moe_ckpt.core.placement import GRAIN_BYTES, everywhere, water_level
 from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.ledger.retention import RetentionPolicy
-from moe_ckpt.modeling.moe.discover import build_catalog, find_moe_layers
-from moe_ckpt.modeling.state.training_state import TorchTrainingState
+from moe_ckpt.modeling.discover import build_catalog, find_moe_layers
+from moe_ckpt.modeling.training_state import TorchTrainingState
 from moe_ckpt.policies import MoC
 from moe_ckpt.reading.reader import StoreReader, check_checkpoint
 from moe_ckpt.recovery.resume import resume_newest

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from moe_ckpt.comm.communicator import GlooCommunicator, SoloCommunicator, make_communicator
 from moe_ckpt.errors import PeerLostError, StoreError
 from moe_ckpt.interop.weights import load_weights
-from moe_ckpt.modeling.state.training_state import TorchTrainingState
+from moe_ckpt.modeling.training_state import TorchTrainingState
 from moe_ckpt.reading import shared_reading
 from moe_ckpt.reading.reader import StoreReader
 from moe_ckpt.reading.together import NotUsableError

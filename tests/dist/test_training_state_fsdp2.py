@@ -12,8 +12,8 @@ from torch import nn
 from moe_ckpt.errors import UnsupportedError
 from moe_ckpt.format.dtypes import dtype_name
 from moe_ckpt.ledger.coverage import Box, prove_cover
-from moe_ckpt.modeling.moe.discover import build_catalog
-from moe_ckpt.modeling.state.training_state import TorchTrainingState
+from moe_ckpt.modeling.discover import build_catalog
+from moe_ckpt.modeling.training_state import TorchTrainingState
 from moe_ckpt.ports import TensorMeta
 from tests.support.processes import run_ranks, start_ranks
 

@@ -29,7 +29,7 @@ from moe_ckpt.gradient_log.recording import RunLog
 from moe_ckpt.gradient_log.replaying import LogReplayer
 from moe_ckpt.gradient_log.returning import StoredLog
 from moe_ckpt.memory.slot import Slot
-from moe_ckpt.modeling.state import module_state, param_groups
+from moe_ckpt.modeling import module_state, training_state
 from moe_ckpt.policies.moevement import MoEvement
 from moe_ckpt.reading.index import TensorIndex
 from moe_ckpt.recovery import replay
@@ -58,7 +58,7 @@ def _norms_not_given() -> None:
 
 def _hyperparameters_not_loaded() -> None:
     """Learning rate, weight decay, betas stay those of a fresh optimizer."""
-    param_groups.write = lambda optimizer, groups: None
+    training_state.write_groups = lambda optimizer, groups: None
 
 
 def _schedulers_not_loaded() -> None:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from moe_ckpt.errors import UnsupportedError
 from moe_ckpt.gradient_log.lightning import capture_gradients
-from moe_ckpt.modeling.moe.discover import build_catalog, find_moe_layers
+from moe_ckpt.modeling.discover import build_catalog, find_moe_layers
 from tests.support.gradient_log import Copier, Recorder, differing, require_exact
 from tests.support.processes import run_ranks
 from tests.support.tiny_moe import TinyMoE, loader

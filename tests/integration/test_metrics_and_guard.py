@@ -21,8 +21,8 @@ from moe_ckpt.driver import run as driver_run
 from moe_ckpt.driver.run import Driver
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.metrics import CheckpointMetrics, facts_of
-from moe_ckpt.modeling.moe.routing import TrainingPasses
-from moe_ckpt.modeling.state.training_state import TorchTrainingState
+from moe_ckpt.modeling.routing import TrainingPasses
+from moe_ckpt.modeling.training_state import TorchTrainingState
 from moe_ckpt.policies import Guarded, MoC, MoEvement
 from moe_ckpt.reading.reader import open_step
 from moe_ckpt.run.events import StepEnded

@@ -21,7 +21,7 @@ from moe_ckpt.gradient_log.recording import RunLog
 from moe_ckpt.interop.whole import lightning_checkpoint
 from moe_ckpt.ledger.retention import RetentionPolicy
 from moe_ckpt.memory.options import Memory
-from moe_ckpt.modeling.moe import routing
+from moe_ckpt.modeling import routing
 from moe_ckpt.policies import Dense, GradientLog, MoC, MoEvement
 from moe_ckpt.reading.reader import StoreReader, check_checkpoint
 from moe_ckpt.run.agreement import Deferred
@@ -252,7 +252,7 @@ def norms_read(windows: Windows) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("owner", "name", "broken", "what", "led"),
     [
-        (routing, "counts_on_host", take_as_before, "cpu", "modeling.moe.routing.take"),
+        (routing, "counts_on_host", take_as_before, "cpu", "modeling.routing.take"),
         (snapshot, "copy_here", copy_as_before, "copy_", "slices.snapshot.copy_at_once"),
         (Windows, "recorded", norms_read, "item", "callbacks.host.capture"),
         (lightning_state, "_scaler_state", lambda precision: precision.state_dict(), "item", "lightning_state"),

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from moe_ckpt.megatron import checkpoint, host, hyperparameters, trainer_state
-from moe_ckpt.megatron.model.state import MegatronTrainingState
+from moe_ckpt.megatron import checkpoint, host, hyperparameters
+from moe_ckpt.megatron.training_state import MegatronTrainingState
 from moe_ckpt.modeling.rng import restore_rng
 from moe_ckpt.reading import shared_reading
 from moe_ckpt.recovery import sources
@@ -110,7 +110,8 @@ def buffers_not_loaded() -> None:
 
 
 def scheduler_not_loaded() -> None:
-    host.restore_stateful = lambda stateful, stored, path: trainer_state.restore_stateful(
+    whole = host.restore_stateful
+    host.restore_stateful = lambda stateful, stored, path: whole(
         {name: each for name, each in stateful.items() if name != "scheduler"},
         {name: each for name, each in stored.items() if name != "scheduler"},
         path,

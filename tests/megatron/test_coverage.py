@@ -71,7 +71,7 @@ TOLD: dict[str, Callable[[Any, int], Any]] = {
 
 @contextmanager
 def _told(name: str, rank: int) -> Iterator[None]:
-    from moe_ckpt.megatron.model.state import MegatronTrainingState
+    from moe_ckpt.megatron.training_state import MegatronTrainingState
 
     original = MegatronTrainingState.holding
     MegatronTrainingState.holding = lambda self, *args: TOLD[name](original(self, *args), rank)

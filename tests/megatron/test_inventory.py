@@ -35,15 +35,14 @@ class GroupedLikeTransformerEngine(nn.Module):
 def describe(built: Any) -> tuple[Any, Any, Any]:
     """(parameters of the model, what this rank tells the others, its state tensors): all that the rest is built on."""
     from moe_ckpt.comm.communicator import make_communicator
-    from moe_ckpt.megatron.model.inventory import take_inventory
-    from moe_ckpt.megatron.model.state import MegatronTrainingState
-    from moe_ckpt.megatron.model.topology import bind
+    from moe_ckpt.megatron.inventory import take_inventory
+    from moe_ckpt.megatron.training_state import MegatronTrainingState
 
     comm = make_communicator(60)
     inventory = take_inventory(built.chunks)
     parts = {part.name: (id(live.parameter), part) for live in inventory.parameters for part in live.parts}
     state = MegatronTrainingState(inventory, built.optimizer)
-    world = bind(state, comm)
+    world = state.exchange(comm)
     tensors = {(t.key, t.offsets): (t.local.data_ptr(), t.local.stride(), t.duplicate) for t in state.tensors()}
     tensors_of_rank = {tensor.name: tensor for tensor in state.holding(0, 0).tensors}
     return parts, (tensors_of_rank, world.catalog), tensors
@@ -181,7 +180,7 @@ class Adapted(nn.Module):
 
 def segments_with_adapters(rank: int, world_size: int, setup: Setup) -> dict[str, int]:
     """Of the shared experts' first matrices: in how many pieces a rank's rows lie in the whole."""
-    from moe_ckpt.megatron.model.inventory import take_inventory
+    from moe_ckpt.megatron.inventory import take_inventory
     from tests.support import megatron_gpt
 
     built = megatron_gpt.build(setup, 1)
@@ -201,7 +200,7 @@ def segments_with_adapters(rank: int, world_size: int, setup: Setup) -> dict[str
 
 def alternating_shared(rank: int, world_size: int, setup: Setup) -> list[tuple[str, list[tuple[int, int, int]]]]:
     """Of the first layer's shared experts: name of their first matrix, and where its rows lie in the whole."""
-    from moe_ckpt.megatron.model.inventory import take_inventory
+    from moe_ckpt.megatron.inventory import take_inventory
     from tests.support import megatron_gpt
 
     built = megatron_gpt.build(setup, 1)

@@ -84,7 +84,7 @@ def test_what_the_loop_has_set_after_the_schedule_comes_back(tmp_path: Path, pol
 
 
 def test_another_schedule_sets_its_own_rates():
-    from moe_ckpt.megatron.trainer_state import follows
+    from moe_ckpt.megatron.host import follows
 
     scheduler = SimpleNamespace(state_dict=lambda: {"max_lr": 0.1, "num_steps": 4, "betas": (0.9, 0.99)})
     assert follows(scheduler, {"max_lr": 0.1, "num_steps": 4, "betas": [0.9, 0.99]})

@@ -51,7 +51,7 @@ def routers_in_fp32():
 
 def wide_routers(rank: int, world_size: int, setup: Setup) -> list[str]:
     """Names of parameters whose shard, as the adapter finds it, does not hold their values."""
-    from moe_ckpt.megatron.model.inventory import take_inventory
+    from moe_ckpt.megatron.inventory import take_inventory
     from moe_ckpt.megatron.optimizers import slots
     from moe_ckpt.testing import megatron_cpu
     from tests.support import megatron_gpt
@@ -83,7 +83,7 @@ class Quantized(nn.Parameter):
 
 def tensor_parallel(rank: int, world_size: int, setup: Setup) -> dict[str, Any]:
     from moe_ckpt.errors import UnsupportedError
-    from moe_ckpt.megatron.model.inventory import take_inventory, unwrapped
+    from moe_ckpt.megatron.inventory import take_inventory, unwrapped
     from tests.support import megatron_gpt
 
     with changed_config(softmax_type="learnable"):

@@ -34,10 +34,9 @@ def calls(function: Any) -> int:
 
 def notices(rank: int, world_size: int, setup: Setup) -> dict[str, Any]:
     from moe_ckpt.comm.communicator import make_communicator
-    from moe_ckpt.megatron.model.inventory import take_inventory
-    from moe_ckpt.megatron.model.state import MegatronTrainingState
-    from moe_ckpt.megatron.model.topology import bind
+    from moe_ckpt.megatron.inventory import take_inventory
     from moe_ckpt.megatron.optimizers import leaves
+    from moe_ckpt.megatron.training_state import MegatronTrainingState
     from tests.support import megatron_gpt
 
     built = megatron_gpt.build(setup, 1)
@@ -45,7 +44,7 @@ def notices(rank: int, world_size: int, setup: Setup) -> dict[str, Any]:
 
     def new() -> MegatronTrainingState:
         state = MegatronTrainingState(take_inventory(built.chunks), built.optimizer)
-        bind(state, comm)
+        state.exchange(comm)
         return state
 
     state = new()

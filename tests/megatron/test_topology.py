@@ -11,7 +11,7 @@ from tests.support import run_ranks
 
 def ranks_on_this_host(rank: int, world_size: int) -> tuple[int, int]:
     from moe_ckpt.comm.communicator import make_communicator
-    from moe_ckpt.megatron.model.topology import local_ranks
+    from moe_ckpt.megatron.world import local_ranks
 
     comm = make_communicator(60)
     with mock.patch.object(socket, "gethostname", return_value="node0" if rank < 2 else "node1"):

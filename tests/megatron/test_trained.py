@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.megatron.model.state import Trained
-from moe_ckpt.megatron.model.world import HeldTensor
+from moe_ckpt.megatron.training_state import Trained
+from moe_ckpt.megatron.world import HeldTensor
 from tests.megatron.exactness import Case, kill, life_of, start_life
 from tests.support.megatron_acts import goes_on
 from tests.support.megatron_gpt import Built, Setup

@@ -65,15 +65,14 @@ def load_alone(rank: int, world_size: int, place: str, setup: Setup, source: str
     """``megatron.load_weights`` into a model that has no optimizer: the whole weights after it."""
     from moe_ckpt import megatron
     from moe_ckpt.comm.communicator import make_communicator
-    from moe_ckpt.megatron.model.inventory import take_inventory
-    from moe_ckpt.megatron.model.state import MegatronTrainingState
-    from moe_ckpt.megatron.model.topology import bind
+    from moe_ckpt.megatron.inventory import take_inventory
+    from moe_ckpt.megatron.training_state import MegatronTrainingState
 
     chunks = megatron_gpt.build(setup, seed=21).chunks
     megatron.load_weights(chunks, f"{place}/{source}")
     state = MegatronTrainingState(take_inventory(chunks), None)
     comm = make_communicator(60.0)
-    bind(state, comm)
+    state.exchange(comm)
     comm.close()
     return _weights(state)
 

@@ -59,7 +59,8 @@ IMPURE_MODULES = frozenset(
 IMPURE_PARTS = ("numpy.random", f"{PACKAGE}.notices", f"{PACKAGE}.tables")
 KNOW_POLICIES = ("policies", "cli", "conf", "testing", "")
 """Parts that may import a policy: to show their windows, to offer them to users."""
-POLICY_PARTS = tuple(f"{PACKAGE}.policies.{name}." for name in ("base", "by_name", "wrapper"))
+BY_NAME = ("EXAMPLES", "class_of", "default_policy", "with_option")
+POLICY_PARTS = tuple(f"{PACKAGE}.policies.{name}." for name in ("base", *BY_NAME, "wrapper"))
 """What others may import of ``policies``: the protocol and its facts, policies by users' names for them, wrappers."""
 HOMES = {
     "lightning": ("callbacks", "interop", "windows"),
@@ -251,7 +252,7 @@ def no_policy_by_class(module: Module) -> Iterator[str]:
     if module.part in KNOW_POLICIES:
         return
     for line, target in imports(module):
-        if f"{target}.".startswith(f"{PACKAGE}.policies.") and not target.startswith(POLICY_PARTS):
+        if f"{target}.".startswith(f"{PACKAGE}.policies.") and not f"{target}.".startswith(POLICY_PARTS):
             yield f"{module.name}:{line} imports {target}: {module.part} knows policies by their needs only"
 
 

@@ -12,7 +12,7 @@ from moe_ckpt.core.step import SnapshotPlan, Tier
 from moe_ckpt.policies import GradientLog, Guarded, MoEtion, Wrapper
 from moe_ckpt.policies.base import PolicyContext
 from moe_ckpt.policies.moetion import MOST_GRADIENTS
-from moe_ckpt.policies.schedules.rolling import bytes_per_parameter
+from moe_ckpt.policies.rolling import bytes_per_parameter
 from moe_ckpt_sim.cluster.cluster import Parallel
 from moe_ckpt_sim.cluster.costs import Costs
 from moe_ckpt_sim.failures.failures import FailureEvent, NoFailures

@@ -13,7 +13,7 @@ from moe_ckpt.gradient_log.optimizers import GRADIENT, WEIGHT, OptimizerKind, Te
 from moe_ckpt.gradient_log.replaying import LoggedSteps, LogReplayer
 from moe_ckpt.gradient_log.units import Pieces, Unit
 from moe_ckpt.modeling.blocks import block_in
-from moe_ckpt.modeling.state.param_groups import class_name
+from moe_ckpt.modeling.optimizer_state import class_name
 from tests.support.gradient_chain import LoggedStep, chain
 
 

@@ -43,7 +43,7 @@ from moe_ckpt.format.sealed import Fragment, digest, seal
 from moe_ckpt.format.shard import ShardHeader, SliceEntry, encode_header, lay_out
 from moe_ckpt.format.tree import encode_tree
 from moe_ckpt.ledger.coverage import Box
-from moe_ckpt.modeling.state.training_state import specs_of
+from moe_ckpt.modeling.training_state import specs_of
 from moe_ckpt.ports import Reading, StateTensor, TensorMeta, TensorSpec
 
 LAYER = LayerRecord("blocks.0.moe", 4, 2)

@@ -23,7 +23,7 @@ from moe_ckpt.core.operators import Catalog, expert_id
 from moe_ckpt.core.placement import everywhere
 from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.ledger.retention import RetentionPolicy
-from moe_ckpt.modeling.state.training_state import specs_of
+from moe_ckpt.modeling.training_state import specs_of
 from moe_ckpt.policies import MoC, Policy
 from moe_ckpt.ports import Communicator, Reading, StateTensor, TensorSpec
 from moe_ckpt.reading.reader import StoreReader, check_checkpoint

@@ -14,10 +14,10 @@ from torch.utils.checkpoint import checkpoint
 from moe_ckpt.boost.arithmetic import UNIT, parts_of
 from moe_ckpt.boost.layer import LayerBoost
 from moe_ckpt.boost.ports import TopKPort, boost_ports
-from moe_ckpt.modeling.moe import registry
-from moe_ckpt.modeling.moe.discover import find_moe_layers
-from moe_ckpt.modeling.moe.registry import register_moe
-from moe_ckpt.modeling.moe.routing import RoutingCounter, TrainingPasses
+from moe_ckpt.modeling import registry
+from moe_ckpt.modeling.discover import find_moe_layers
+from moe_ckpt.modeling.registry import register_moe
+from moe_ckpt.modeling.routing import RoutingCounter, TrainingPasses
 from tests.support.moe_models import FAMILIES, ListMoE, OwnMoE, Stack, family, loss_of
 
 BY_ARGMAX = {"NllbMoe", "SwitchTransformers", "Phimoe"}

@@ -13,10 +13,10 @@ from torch import nn
 
 from moe_ckpt.core.operators import OperatorKind, gate_id
 from moe_ckpt.errors import ConfigError, UnsupportedError
-from moe_ckpt.modeling.moe import registry
-from moe_ckpt.modeling.moe.discover import FoundLayer, build_catalog, find_moe_layers, non_expert_group
-from moe_ckpt.modeling.moe.registry import register_moe
+from moe_ckpt.modeling import registry
+from moe_ckpt.modeling.discover import FoundLayer, build_catalog, find_moe_layers, non_expert_group
 from moe_ckpt.modeling.names import tied_aliases
+from moe_ckpt.modeling.registry import register_moe
 from tests.support.moe_models import FAMILIES, ListMoE, OwnMoE, Stack, family, tokens
 from tests.support.tiny_moe import TinyMoE
 

@@ -21,7 +21,7 @@ from moe_ckpt.errors import CoverageError
 from moe_ckpt.format.dtypes import TORCH_DTYPES, dtype_name
 from moe_ckpt.format.shard import REPLAY, ShardHeader, SliceEntry, encode_header, lay_out, seal_of
 from moe_ckpt.ledger.coverage import PRIME, cover_sum
-from moe_ckpt.modeling.state.training_state import specs_of
+from moe_ckpt.modeling.training_state import specs_of
 from moe_ckpt.ports import StateTensor
 from moe_ckpt.slices import local_state
 from moe_ckpt.slices.assignment import Sharder

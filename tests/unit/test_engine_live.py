@@ -11,8 +11,8 @@ from moe_ckpt.core.placement import everywhere
 from moe_ckpt.core.step import SnapshotPlan
 from moe_ckpt.core.window import OperatorBytes, Window
 from moe_ckpt.ledger.ledger import Ledger
-from moe_ckpt.modeling.moe.discover import build_catalog
-from moe_ckpt.modeling.state.training_state import TorchTrainingState
+from moe_ckpt.modeling.discover import build_catalog
+from moe_ckpt.modeling.training_state import TorchTrainingState
 from moe_ckpt.policies import Dense, Guarded, MoEtion, Policy, Wrapper
 from moe_ckpt.policies.base import Measured, Needs, PolicyContext, Sends
 from moe_ckpt.run.options import Settings

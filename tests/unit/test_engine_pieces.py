@@ -15,7 +15,7 @@ from moe_ckpt.core.placement import everywhere
 from moe_ckpt.errors import CoverageError
 from moe_ckpt.format.shard import lay_out
 from moe_ckpt.ledger.coverage import Box, prove_cover
-from moe_ckpt.modeling.state.training_state import specs_of
+from moe_ckpt.modeling.training_state import specs_of
 from moe_ckpt.ports import StateTensor
 from moe_ckpt.slices.assignment import Sharder, expert_owners
 from moe_ckpt.slices.claims import Claims

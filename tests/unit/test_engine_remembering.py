@@ -13,7 +13,7 @@ from moe_ckpt.core.step import Contents, SnapshotPlan, WindowPlace
 from moe_ckpt.core.window import Window, slot_plan
 from moe_ckpt.format.shard import SliceEntry
 from moe_ckpt.ledger.coverage import PRIME, cover_sum
-from moe_ckpt.modeling.state.training_state import specs_of
+from moe_ckpt.modeling.training_state import specs_of
 from moe_ckpt.ports import StateTensor
 from moe_ckpt.run.run_ledger import places
 from moe_ckpt.slices import compiling

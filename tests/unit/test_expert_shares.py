@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_ckpt.core.operators import MoELayer
-from moe_ckpt.policies.experts.expert_shares import Stage, Taking, Together, layer_shares
+from moe_ckpt.policies.expert_shares import Stage, Taking, Together, layer_shares
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from moe_ckpt.modeling.state.training_state import TorchTrainingState
+from moe_ckpt.modeling.training_state import TorchTrainingState
 from moe_ckpt.survivors.newest_step import Fingerprint
 
 

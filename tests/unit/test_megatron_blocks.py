@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ckpt.megatron.model.blocks import Axis, AxisSegment, BlockPart, placed_blocks, straight, whole
+from moe_ckpt.megatron.blocks import Axis, AxisSegment, BlockPart, placed_blocks, straight, whole
 
 
 def gathered(part: BlockPart, start: int, stop: int) -> torch.Tensor:

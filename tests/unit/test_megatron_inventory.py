@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from moe_ckpt.errors import UnsupportedError
-from moe_ckpt.megatron.model.blocks import BlockPart, placed_blocks
-from moe_ckpt.megatron.model.inventory import (
+from moe_ckpt.megatron.blocks import BlockPart, placed_blocks
+from moe_ckpt.megatron.inventory import (
     Sharding,
     _require_known_state,
     non_expert_group,

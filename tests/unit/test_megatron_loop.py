@@ -12,9 +12,8 @@ from torch.nn.modules import module as nn_module
 
 from moe_ckpt.driver.messages import Messages
 from moe_ckpt.errors import ConfigError, StoreError, UnencodableStateError
-from moe_ckpt.megatron.host import other_layout
+from moe_ckpt.megatron.host import other_layout, restore_stateful
 from moe_ckpt.megatron.loop import FirstForward, Loop, Progress, StepWatch
-from moe_ckpt.megatron.trainer_state import restore_stateful
 
 
 def no() -> None:

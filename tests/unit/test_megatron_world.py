@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from moe_ckpt.core.operators import expert_id, gate_id, non_expert_id
 from moe_ckpt.errors import ConfigError, CoverageError, UnsupportedError
-from moe_ckpt.megatron.model.world import HeldTensor, Holding, World, merge, natural
+from moe_ckpt.megatron.world import HeldTensor, Holding, World, merge, natural
 
 SHAPE = (4, 2)
 WHOLE = ((0, 0), SHAPE)

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.modeling.state.param_groups import class_name
-from moe_ckpt.modeling.state.training_state import TorchTrainingState
+from moe_ckpt.modeling.optimizer_state import class_name
+from moe_ckpt.modeling.training_state import TorchTrainingState
 
 NAMES = (
     *("ASGD", "Adadelta", "Adafactor", "Adagrad", "Adam", "AdamW", "Adamax", "Muon", "NAdam", "RAdam", "RMSprop"),

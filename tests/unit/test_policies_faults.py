@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from benchmarks.lost_tokens import Workload, simulate
 from benchmarks.moc_sim import SimulatedRun, catalog
 from moe_ckpt.policies import CheckFreq, Dense, Guarded, MoC
-from moe_ckpt.policies.experts.selectors import SELECTORS
+from moe_ckpt.policies.selectors import SELECTORS
 from tests.support.constants import with_constants
 from tests.unit.builders import mixed
 

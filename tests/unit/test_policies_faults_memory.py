@@ -20,7 +20,7 @@ from moe_ckpt.core.step import Contents, Step, Tier
 from moe_ckpt.core.tokens import Counts, FaultRecord, TokenBook
 from moe_ckpt.format.manifest import Manifest, ModelRecord, OperatorRecord
 from moe_ckpt.policies import Guarded, MoC, MoEtion
-from moe_ckpt.policies.experts.selectors import SELECTORS
+from moe_ckpt.policies.selectors import SELECTORS
 from moe_ckpt.run.run_ledger import InFlight, RunLedger, places
 from moe_ckpt.storage import LocalStorage
 from moe_ckpt.tiers import host_tier

@@ -14,7 +14,7 @@ from moe_ckpt.core.window import OperatorBytes
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies import AnyOf, GradientLog, needs_of
 from moe_ckpt.policies.base import Measured, Sends
-from moe_ckpt.policies.schedules.rolling import bytes_per_parameter
+from moe_ckpt.policies.rolling import bytes_per_parameter
 from tests.support.constants import with_constants
 from tests.support.gradient_chain import LoggedStep, chain
 from tests.unit.builders import catalog, context, mixed, with_facts

@@ -11,7 +11,7 @@ from moe_ckpt.core.step import Tier
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies import MoC, MoEtion, needs_of
 from moe_ckpt.policies.base import Measured
-from moe_ckpt.policies.experts.selectors import SELECTORS
+from moe_ckpt.policies.selectors import SELECTORS
 from tests.unit.builders import experts_in, memory, mixed, with_facts
 from tests.unit.test_policies_moetion import MODEL, facts, heaviest, made, runs
 

@@ -23,8 +23,8 @@ from moe_ckpt.core.window import OperatorBytes
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies import Dense, Guarded, MoC, MoEtion, Policy, needs_of
 from moe_ckpt.policies.base import Measured, MemoryFacts, Sends, require_served
-from moe_ckpt.policies.experts.selectors import STALE_ROUNDS
 from moe_ckpt.policies.moetion import MOST_GRADIENTS, PROBED_CHECKPOINTS, why_no_gradients
+from moe_ckpt.policies.selectors import STALE_ROUNDS
 from tests.support.constants import Unprobed
 from tests.unit.builders import catalog, context, experts_in, memory, with_facts
 

@@ -15,7 +15,7 @@ from moe_ckpt.core.window import OperatorBytes, Window, balance, slot_bytes
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies.base import Measured, Policy
 from moe_ckpt.policies.moevement import FIRST_SLOTS, PROFILE_STEPS, MoEvement
-from moe_ckpt.policies.schedules.popularity import ORDERS
+from moe_ckpt.policies.popularity import ORDERS
 from tests.support.constants import with_constants
 from tests.unit.builders import catalog, context
 from tests.unit.builders import memory as in_memory

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from moe_ckpt.core.operators import Catalog, MoELayer, Operator, OperatorKind, Span
 from moe_ckpt.core.window import Window
-from moe_ckpt.policies.schedules.popularity import ORDERS, Ordering, popularity, shares
+from moe_ckpt.policies.popularity import ORDERS, Ordering, popularity, shares
 from moe_ckpt.run.run_ledger import RoutingActivity
 from tests.unit.builders import catalog, context
 

@@ -11,8 +11,8 @@ from lightning.pytorch import LightningModule
 from moe_ckpt.boost.arithmetic import parts_of
 from moe_ckpt.boost.layer import LayerBoost
 from moe_ckpt.boost.ports import AttributePort, boost_ports
-from moe_ckpt.modeling.moe.discover import find_moe_layers
-from moe_ckpt.modeling.moe.routing import RoutingCounter
+from moe_ckpt.modeling.discover import find_moe_layers
+from moe_ckpt.modeling.routing import RoutingCounter
 from recipes.gpt_moe_lightning.model import (
     Experts,
     GPTMoE,
@@ -179,7 +179,7 @@ def test_impossible_sizes_are_refused_by_name(changed, named):
 
 
 def test_the_library_recognises_the_layers_and_their_gates():
-    from moe_ckpt.modeling.moe.discover import build_catalog
+    from moe_ckpt.modeling.discover import build_catalog
 
     catalog = build_catalog(GPTMoELightning(GPTMoEConfig(layers=4)))
     assert [(layer.name, layer.experts, layer.top_k) for layer in catalog.layers] == [

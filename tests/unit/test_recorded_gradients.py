@@ -8,7 +8,7 @@ import torch
 from lightning.pytorch.plugins.precision import Precision
 from torch import nn
 
-from moe_ckpt.modeling.state.training_state import TorchTrainingState
+from moe_ckpt.modeling.training_state import TorchTrainingState
 from moe_ckpt.stopwatch import Stopwatch
 from moe_ckpt.windows.lightning import Windows
 

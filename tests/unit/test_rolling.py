@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_ckpt.core.window import OperatorBytes
-from moe_ckpt.policies.schedules.rolling import bytes_per_parameter, even_slots
+from moe_ckpt.policies.rolling import bytes_per_parameter, even_slots
 
 
 def slot_bytes(slots, sizes):

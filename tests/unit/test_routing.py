@@ -12,10 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.modeling.moe import registry
-from moe_ckpt.modeling.moe.discover import find_moe_layers
-from moe_ckpt.modeling.moe.registry import register_moe
-from moe_ckpt.modeling.moe.routing import SOFT_UNIT, RoutingCounter, TrainingPasses, count_assignments
+from moe_ckpt.modeling import registry
+from moe_ckpt.modeling.discover import find_moe_layers
+from moe_ckpt.modeling.registry import register_moe
+from moe_ckpt.modeling.routing import SOFT_UNIT, RoutingCounter, TrainingPasses, count_assignments
 from moe_ckpt.run.agreement import Deferred, StepTokens
 from tests.support.acted_gpu import CUDA, RUBBISH, ActedGPU
 from tests.support.moe_models import FAMILIES, ListMoE, OwnMoE, Stack, family, loss_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from moe_ckpt.modeling.state.trainable import Frozen, without_gradient
+from moe_ckpt.modeling.module_state import Frozen, without_gradient
 
 
 def test_what_is_frozen_and_thawed_is_named():

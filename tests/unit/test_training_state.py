@@ -12,9 +12,9 @@ from torch import nn
 from moe_ckpt.errors import ConfigError, UnencodableStateError, UnsupportedError
 from moe_ckpt.format.dtypes import dtype_name
 from moe_ckpt.format.tree import decode_tree, encode_tree
-from moe_ckpt.modeling.moe.discover import build_catalog
+from moe_ckpt.modeling.discover import build_catalog
 from moe_ckpt.modeling.names import tied_aliases
-from moe_ckpt.modeling.state.training_state import TorchTrainingState
+from moe_ckpt.modeling.training_state import TorchTrainingState
 from moe_ckpt.ports import TensorMeta
 from moe_ckpt.slices.assignment import operator_bytes
 from tests.support.moe_models import ListMoE, Stack

@@ -19,7 +19,7 @@ from torch import nn
 from moe_ckpt.errors import UnsupportedError
 from moe_ckpt.format.sealed import seal
 from moe_ckpt.format.tree import encode_tree
-from moe_ckpt.modeling.state.training_state import TorchTrainingState
+from moe_ckpt.modeling.training_state import TorchTrainingState
 from moe_ckpt.ports import Reading
 from tests.unit.test_training_state import OPTIMIZERS, make, train
 
@@ -80,7 +80,7 @@ def assert_like_new(model, opts, state):
 def parts(request, monkeypatch):
     """The same for models with more modules than are compared at a time."""
     if request.param == "in parts":
-        monkeypatch.setattr("moe_ckpt.modeling.state.watching._PART", 2)
+        monkeypatch.setattr("moe_ckpt.modeling.watching._PART", 2)
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

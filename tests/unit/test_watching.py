@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from moe_ckpt.modeling.state.watching import TensorAddresses
+from moe_ckpt.modeling.watching import TensorAddresses
 from moe_ckpt.ports import StateTensor
 
 

@@ -24,7 +24,7 @@ from moe_ckpt.core.tokens import Counts, FaultRecord
 from moe_ckpt.driver.guests import CapacityBoost, Plain
 from moe_ckpt.errors import MoECheckpointError, StoreError
 from moe_ckpt.format.manifest import Manifest
-from moe_ckpt.modeling.moe.routing import counts_on_host
+from moe_ckpt.modeling.routing import counts_on_host
 from moe_ckpt.notices import announce
 from moe_ckpt.ports import Communicator
 from moe_ckpt.reading.reader import StoreReader

@@ -17,8 +17,8 @@ from torch.overrides import TorchFunctionMode
 from moe_ckpt.boost.layer import BoostPort, LayerBoost
 from moe_ckpt.boost.life import Boosting
 from moe_ckpt.core.operators import grid_of
-from moe_ckpt.modeling.moe.discover import FoundLayer
-from moe_ckpt.modeling.moe.routing import TrainingPasses
+from moe_ckpt.modeling.discover import FoundLayer
+from moe_ckpt.modeling.routing import TrainingPasses
 from moe_ckpt.ports import Communicator
 from moe_ckpt.stopwatch import Stopwatch
 

@@ -26,8 +26,8 @@ from moe_ckpt.driver.host import loading_state
 from moe_ckpt.errors import ConfigError, NoCheckpointError
 from moe_ckpt.format.manifest import STORE_NAME, Manifest, parse_step_dir, state_path
 from moe_ckpt.interop.whole import WholeCheckpoint, lightning_dict, module_checkpoint, of_lightning
-from moe_ckpt.modeling.state.param_groups import require_same_class
-from moe_ckpt.modeling.state.training_state import TorchTrainingState
+from moe_ckpt.modeling.optimizer_state import require_same_class
+from moe_ckpt.modeling.training_state import TorchTrainingState
 from moe_ckpt.ports import Communicator
 from moe_ckpt.reading.reader import StoreReader, choose_dense, locate, open_step, require_dense
 from moe_ckpt.reading.step_storage import listed_again

@@ -29,10 +29,10 @@ from moe_ckpt.driver.guests import GradientLogging
 from moe_ckpt.driver.run import CLOSE_SECS, Driver
 from moe_ckpt.driver.states import Action, Moment, State
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.modeling.moe.discover import build_catalog, find_moe_layers
-from moe_ckpt.modeling.moe.routing import RoutingCounter
+from moe_ckpt.modeling.discover import build_catalog, find_moe_layers
+from moe_ckpt.modeling.module_state import FrozenExperts
 from moe_ckpt.modeling.names import tied_aliases
-from moe_ckpt.modeling.state.trainable import FrozenExperts
+from moe_ckpt.modeling.routing import RoutingCounter
 from moe_ckpt.policies.base import GATE_WEIGHTS
 from moe_ckpt.reading.reader import open_step
 from moe_ckpt.recovery.resume import other_ranks

@@ -25,10 +25,10 @@ from moe_ckpt.driver.host import End, Host, loading_state
 from moe_ckpt.format.manifest import Manifest, state_path
 from moe_ckpt.format.run_records import Finished
 from moe_ckpt.interop.weights import LoadedWeights, load_module_weights
-from moe_ckpt.modeling.moe.routing import TrainingPasses
 from moe_ckpt.modeling.names import is_compiled
 from moe_ckpt.modeling.rng import Generators, capture_rng, restore_rng
-from moe_ckpt.modeling.state.training_state import TorchTrainingState
+from moe_ckpt.modeling.routing import TrainingPasses
+from moe_ckpt.modeling.training_state import TorchTrainingState
 from moe_ckpt.ports import Communicator
 from moe_ckpt.recovery.executing import Restored, rank_of_state
 from moe_ckpt.recovery.replay import Repeated

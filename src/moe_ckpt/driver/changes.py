@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from moe_ckpt.format.tree import encode_tree
-from moe_ckpt.modeling.state.param_groups import IMPLEMENTATION_FLAGS
+from moe_ckpt.modeling.optimizer_state import IMPLEMENTATION_FLAGS
 
 log = logging.getLogger("moe_ckpt")
 

@@ -21,8 +21,8 @@ from moe_ckpt.gradient_log.optimizers import Coupling, register
 from moe_ckpt.gradient_log.recording import RunLog
 from moe_ckpt.gradient_log.units import Unit, UnitBlock
 from moe_ckpt.ledger.coverage import Box
-from moe_ckpt.megatron.model.blocks import Placed, placed_blocks
-from moe_ckpt.megatron.model.inventory import LiveParameter, ModelInventory, has_unread, unwrapped
+from moe_ckpt.megatron.blocks import Placed, placed_blocks
+from moe_ckpt.megatron.inventory import LiveParameter, ModelInventory, has_unread, unwrapped
 from moe_ckpt.megatron.optimizers import MASTER, StateSlot, leaves, slots
 from moe_ckpt.stopwatch import Stopwatch
 
@@ -159,7 +159,7 @@ def loop_log(inventory: ModelInventory, optimizer: Any, chunks: Sequence[Any], d
         inner,
         policy,
         driver.release_gradients,
-        keys=[0] * len(inner),  # as ``megatron.model.state`` has them
+        keys=[0] * len(inner),  # as ``megatron.training_state`` has them
         copies=list(_copies(inventory, optimizer)),
         gathered=_gathers_late(chunks),
         finish=partial(weights_from_masters, optimizer, chunks),

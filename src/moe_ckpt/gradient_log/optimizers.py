@@ -21,14 +21,14 @@ from moe_ckpt.errors import UnsupportedError
 from moe_ckpt.gradient_log.units import Pieces, Tensors, Unit, UnitBlock
 from moe_ckpt.ledger.coverage import Box
 from moe_ckpt.modeling.blocks import block_in
-from moe_ckpt.modeling.state.param_groups import ELEMENTWISE, IMPLEMENTATION_FLAGS, class_name, fitted, name_of
+from moe_ckpt.modeling.optimizer_state import ELEMENTWISE, IMPLEMENTATION_FLAGS, class_name, fitted, name_of
 
 WEIGHT = ""
 """Kind of a block of what is updated: master weights, or weights where there are none."""
 GRADIENT = "gradient"
 
 OptimizerKind = tuple[str, Sequence[Mapping[str, Any]]]
-"""(``modeling.state.param_groups.class_name`` of an optimizer, its param groups without parameters)."""
+"""(``modeling.optimizer_state.class_name`` of an optimizer, its param groups without parameters)."""
 
 
 class Coupling(enum.Enum):

@@ -20,7 +20,7 @@ from moe_ckpt.gradient_log.replaying import LogReplayer
 from moe_ckpt.gradient_log.returning import LogReturn
 from moe_ckpt.gradient_log.units import Device, Unit, UnitBlock, UpdateLayout
 from moe_ckpt.modeling.blocks import block_in
-from moe_ckpt.modeling.state.param_groups import class_name
+from moe_ckpt.modeling.optimizer_state import class_name
 from moe_ckpt.policies.base import Policy, needs_of
 from moe_ckpt.ports import GradientRecord, StateTensor, StepGradients
 from moe_ckpt.reading.memory.slot_storage import OpenedMemory

@@ -16,7 +16,7 @@ from moe_ckpt.format.shard import GRADIENT as KEY
 from moe_ckpt.gradient_log.optimizers import GRADIENT, OptimizerReplay, TensorBlock, Update
 from moe_ckpt.gradient_log.units import UpdateLayout
 from moe_ckpt.ledger.coverage import Box
-from moe_ckpt.modeling.state.param_groups import IMPLEMENTATION_FLAGS
+from moe_ckpt.modeling.optimizer_state import IMPLEMENTATION_FLAGS
 from moe_ckpt.reading.index import StoredSlice, TensorIndex
 from moe_ckpt.reading.memory.slot_storage import LoggedSnapshot, OpenedMemory
 from moe_ckpt.reading.reader import StoreReader

@@ -208,7 +208,7 @@ class UpdateLayout:
     """A rank's optimizers and what they update.
 
     Attributes:
-        classes: Name of the class of each optimizer (``modeling.state.param_groups.class_name``).
+        classes: Name of the class of each optimizer (``modeling.optimizer_state.class_name``).
         keys: Of each optimizer, the number that keys of its state have (``optim/<number>/...``).
         units: All that they update.
         device: That they step on.

@@ -22,8 +22,8 @@ from moe_ckpt.format.dtypes import TORCH_DTYPES, dtype_name
 from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.interop.safetensors import SUFFIX, FileTensor, model_files, read_block, read_tables
 from moe_ckpt.interop.whole import module_buffers
+from moe_ckpt.modeling import module_state
 from moe_ckpt.modeling.names import clean_name, tied_aliases
-from moe_ckpt.modeling.state import module_state
 from moe_ckpt.ports import Communicator, StateTensor, TensorMeta, TrainingState
 from moe_ckpt.reading.reader import StoreReader, check_checkpoint, choose_dense, locate, open_store, require_dense
 from moe_ckpt.reading.restore import box_of, needed_slices, verify_needed, weight_specs

@@ -17,7 +17,7 @@ from moe_ckpt.localized.exchange import Answers, KeptLogs
 from moe_ckpt.localized.interception import Interception
 from moe_ckpt.localized.log_files import LogHeader, sealed_logs
 from moe_ckpt.localized.recording import UpstreamLog
-from moe_ckpt.megatron.model.topology import layout
+from moe_ckpt.megatron.world import layout
 from moe_ckpt.reading.memory.memory_checkpoints import MemoryCheckpoints
 from moe_ckpt.recovery.executing import Opener, Recovery, Restored
 from moe_ckpt.recovery.replay import Plain, StepSource

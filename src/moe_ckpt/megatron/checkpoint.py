@@ -17,14 +17,13 @@ from moe_ckpt.driver.guests import GradientLogging
 from moe_ckpt.driver.host import Stateful
 from moe_ckpt.driver.states import Action, Moment
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.megatron.host import MegatronHost
+from moe_ckpt.megatron.host import MegatronHost, all_stateful
+from moe_ckpt.megatron.inventory import chunks_of, take_inventory
 from moe_ckpt.megatron.loop import FirstForward, Progress, StepWatch
-from moe_ckpt.megatron.model.inventory import chunks_of, take_inventory
-from moe_ckpt.megatron.model.state import MegatronTrainingState
-from moe_ckpt.megatron.model.topology import bind, local_ranks, require_groups
 from moe_ckpt.megatron.optimizers import ask_ahead, require_quiet_weights
 from moe_ckpt.megatron.routing import RouterCounter
-from moe_ckpt.megatron.trainer_state import all_stateful
+from moe_ckpt.megatron.training_state import MegatronTrainingState
+from moe_ckpt.megatron.world import local_ranks, require_groups
 from moe_ckpt.notices import announce
 from moe_ckpt.policies.base import GATE_WEIGHTS, Policy
 from moe_ckpt.recovery.replay import StepSource
@@ -108,7 +107,7 @@ class MegatronCheckpoint(AttachedCheckpoint):
         inventory = take_inventory(chunks)
         super().__init__(MegatronHost(chunks, inventory, optimizer, objects, options, count_update), options)
         state, comm = self._host.state, make_communicator(options.timeout_secs, late=torch.cuda.is_available())
-        world = bind(state, comm)
+        world = state.exchange(comm)
         options.policy.check(world.catalog)
         world.require_updates()
         self._pipeline = None
@@ -389,7 +388,7 @@ def load_weights(
     state = MegatronTrainingState(take_inventory(chunks_of(model_chunks)), optimizer)
     comm = make_communicator(timeout_secs)
     try:
-        bind(state, comm)
+        state.exchange(comm)
         loaded = state.load_weights(weights_from, comm, strict=strict)
         if comm.rank == 0:
             announce("loaded %s", loaded)

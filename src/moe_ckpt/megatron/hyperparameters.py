@@ -19,13 +19,14 @@ from moe_ckpt.driver.changes import Change, differing, plain_values, same
 from moe_ckpt.driver.host import Stateful
 from moe_ckpt.errors import optimizer_changed
 from moe_ckpt.megatron.optimizers import STEP, leaves, read_step, write_step
-from moe_ckpt.megatron.trainer_state import SCHEDULER
-from moe_ckpt.modeling.state.param_groups import IMPLEMENTATION_FLAGS, class_name, fitted, require_plain
+from moe_ckpt.modeling.optimizer_state import IMPLEMENTATION_FLAGS, class_name, fitted, require_plain
 
 log = logging.getLogger("moe_ckpt")
 
 _Kind = tuple[tuple[str, Any], ...]
 
+SCHEDULER = "scheduler"
+"""Name of the scheduler among what is saved beside model and optimizer."""
 EXPERT = "is_expert_parallel"
 _NOT_OURS = IMPLEMENTATION_FLAGS | {"params", STEP}
 _SCHEDULED = frozenset({"lr", "weight_decay"})

@@ -14,9 +14,9 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.megatron.model.topology import is_rank_zero
 from moe_ckpt.megatron.optimizers import finish_update, leaves
-from moe_ckpt.modeling.state.param_groups import require_plain
+from moe_ckpt.megatron.world import is_rank_zero
+from moe_ckpt.modeling.optimizer_state import require_plain
 from moe_ckpt.notices import announce
 from moe_ckpt.run.options import Options
 from moe_ckpt.stopwatch import Stopwatch

@@ -39,7 +39,6 @@ from moe_ckpt.errors import ConfigError, MoECheckpointError, StoreError
 from moe_ckpt.megatron.checkpoint import MegatronCheckpoint
 from moe_ckpt.megatron.compat import changed, look_up, megatron_core
 from moe_ckpt.megatron.loop import Progress
-from moe_ckpt.megatron.model.topology import from_rank_zero, is_rank_zero
 from moe_ckpt.megatron.script import (
     USED_OF_TRAIN,
     LateValidation,
@@ -54,6 +53,7 @@ from moe_ckpt.megatron.script import (
     unknown_release,
     warn_of_loader,
 )
+from moe_ckpt.megatron.world import from_rank_zero, is_rank_zero
 from moe_ckpt.notices import announce
 from moe_ckpt.policies.base import Policy
 from moe_ckpt.reading.reader import newest_step

@@ -18,7 +18,7 @@ from torch import nn
 
 from moe_ckpt.errors import ConfigError, UnsupportedError
 from moe_ckpt.megatron.compat import OPTIMIZER, changed, megatron_core
-from moe_ckpt.modeling.state.optimizer_view import is_state_name, unnameable
+from moe_ckpt.modeling.optimizer_state import is_state_name, unnameable
 
 MASTER = "fp32_param"
 """State name of master weights, as in Megatron's own checkpoints."""

@@ -37,7 +37,7 @@ from torch import nn
 
 from moe_ckpt.errors import UnsupportedError
 from moe_ckpt.megatron.compat import look_up, megatron_core, version
-from moe_ckpt.modeling.moe.routing import Mask, clear, count_tokens, counts_on_host, soft_on_host
+from moe_ckpt.modeling.routing import Mask, clear, count_tokens, counts_on_host, soft_on_host
 from moe_ckpt.notices import announce
 from moe_ckpt.run.agreement import Deferred, StepTokens
 from moe_ckpt.stopwatch import Stopwatch

@@ -26,8 +26,8 @@ from typing import Any
 from moe_ckpt.errors import ConfigError, UnsupportedError
 from moe_ckpt.megatron.checkpoint import MegatronCheckpoint, end_iteration, has_updated
 from moe_ckpt.megatron.compat import changed, megatron_core
+from moe_ckpt.megatron.host import capture_generators
 from moe_ckpt.megatron.loop import Progress
-from moe_ckpt.megatron.trainer_state import capture_generators
 from moe_ckpt.notices import announce
 
 COUNTED = ("consumed_valid_samples", "skipped_train_samples", "num_floating_point_operations_so_far")

@@ -37,11 +37,11 @@ from torch import nn
 from moe_ckpt.driver.host import Stateful
 from moe_ckpt.errors import ConfigError, MissingPackageError, UnsupportedError
 from moe_ckpt.megatron.compat import look_up, megatron_core
+from moe_ckpt.megatron.host import capture_generators, restore_generators
+from moe_ckpt.megatron.inventory import chunks_of, require_halves, unwrapped
 from moe_ckpt.megatron.loop import Progress
-from moe_ckpt.megatron.model.inventory import chunks_of, require_halves, unwrapped
-from moe_ckpt.megatron.model.topology import from_rank_zero, is_rank_zero, require_groups
 from moe_ckpt.megatron.optimizers import STEP, leaves, make_state, read_step, slots, write_step
-from moe_ckpt.megatron.trainer_state import capture_generators, restore_generators
+from moe_ckpt.megatron.world import from_rank_zero, is_rank_zero, require_groups
 
 log = logging.getLogger("moe_ckpt")
 

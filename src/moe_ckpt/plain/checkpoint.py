@@ -22,11 +22,11 @@ from moe_ckpt.driver.run import Driver
 from moe_ckpt.driver.states import Action, Moment
 from moe_ckpt.errors import ConfigError, UnsupportedError
 from moe_ckpt.modeling.bucket_order import BucketOrder
-from moe_ckpt.modeling.moe.discover import build_catalog, find_moe_layers
-from moe_ckpt.modeling.moe.routing import RoutingCounter, TrainingPasses
+from moe_ckpt.modeling.discover import build_catalog, find_moe_layers
+from moe_ckpt.modeling.module_state import FrozenExperts
 from moe_ckpt.modeling.names import tied_aliases
 from moe_ckpt.modeling.rng import capture_rng, restore_rng
-from moe_ckpt.modeling.state.trainable import FrozenExperts
+from moe_ckpt.modeling.routing import RoutingCounter, TrainingPasses
 from moe_ckpt.plain.host import PlainHost, Position
 from moe_ckpt.policies.base import GATE_WEIGHTS, Policy
 from moe_ckpt.recovery.replay import StepSource

@@ -15,9 +15,9 @@ from moe_ckpt.driver.changes import Change, differing, plain_values
 from moe_ckpt.driver.host import Stateful, loading_state
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.interop.weights import LoadedWeights, load_module_weights
+from moe_ckpt.modeling.optimizer_state import require_plain
 from moe_ckpt.modeling.rng import Generators, capture_rng, restore_rng
-from moe_ckpt.modeling.state.param_groups import require_plain
-from moe_ckpt.modeling.state.training_state import TorchTrainingState
+from moe_ckpt.modeling.training_state import TorchTrainingState
 from moe_ckpt.ports import Communicator
 from moe_ckpt.recovery.executing import Restored
 from moe_ckpt.recovery.replay import Repeated

@@ -1,8 +1,13 @@
 """Checkpointing policies: frozen values behind one method, ``plan(context) -> SnapshotPlan``.
 
 Besides the policies that come with the package, this module exports what a policy of one's own is made of: see
-docs/own_policy.md.
+docs/own_policy.md. And the policies by the names that users write, from which alone the engine gets one of them.
 """
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
 
 from moe_ckpt.core.operators import Catalog, MoELayer, Operator, OperatorKind, expert_id, gate_id, non_expert_id
 from moe_ckpt.core.step import SnapshotPlan, Tier
@@ -56,3 +61,23 @@ __all__ = [
     "needs_of",
     "non_expert_id",
 ]
+
+EXAMPLES = "MoC(k=1) or Dense(every_n_steps=10)"
+"""For messages."""
+
+_POLICIES: tuple[type[Any], ...] = (Dense, MoC, MoEvement, MoEtion, CheckFreq, Gemini, GradientLog)
+
+
+def default_policy() -> Policy:
+    """Returns the policy of a run whose user gives none: exact, for any model, and within 3 % of its time."""
+    return CheckFreq()
+
+
+def class_of(text: str) -> str | None:
+    """Returns the name of the class that ``text`` means, in capitals or not; None if it means none."""
+    return next((kind.__name__ for kind in _POLICIES if kind.__name__.lower() == text.lower()), None)
+
+
+def with_option(option: str) -> str | None:
+    """Returns the name of the first policy that has this option; None if none has it."""
+    return next((kind.__name__ for kind in _POLICIES if option in (f.name for f in fields(kind))), None)

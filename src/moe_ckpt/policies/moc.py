@@ -17,9 +17,9 @@ from moe_ckpt.core.user_text import named_arguments
 from moe_ckpt.errors import ConfigError, no_moe_layer
 from moe_ckpt.policies.base import Needs, PolicyContext, next_multiple, require_positive
 from moe_ckpt.policies.budget import dynamic_k, resolve_budget, top_up
-from moe_ckpt.policies.experts.expert_shares import stages_of
-from moe_ckpt.policies.experts.selection import Expert, Request, interval_steps, storage_steps, tier_of
-from moe_ckpt.policies.experts.selectors import SELECTORS
+from moe_ckpt.policies.expert_shares import stages_of
+from moe_ckpt.policies.selection import Expert, Request, interval_steps, storage_steps, tier_of
+from moe_ckpt.policies.selectors import SELECTORS
 
 AUTO = "auto"
 

@@ -28,8 +28,8 @@ from moe_ckpt.core.window import (
 )
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies.base import Needs, PolicyContext, require_positive
-from moe_ckpt.policies.schedules.popularity import ORDERS, Ordering, Shares, note_proven
-from moe_ckpt.policies.schedules.window_report import WindowReport
+from moe_ckpt.policies.popularity import ORDERS, Ordering, Shares, note_proven
+from moe_ckpt.policies.window_report import WindowReport
 
 PROFILE_STEPS = 10
 """A run measures for so many steps, with one window only beside them; and where rates are not known it waits for so

@@ -11,8 +11,8 @@ from moe_ckpt.core.user_text import nearest, parse_bytes, parse_secs
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.ledger.retention import RetentionPolicy
 from moe_ckpt.memory.options import Memory
+from moe_ckpt.policies import EXAMPLES, class_of, default_policy, with_option
 from moe_ckpt.policies.base import Needs, Policy, needs_of, require_served
-from moe_ckpt.policies.by_name import EXAMPLES, class_of, default_policy, with_option
 from moe_ckpt.storage.local import ACCESS
 
 _LONGEST_WAIT_SECS = 30 * 86_400.0

@@ -24,9 +24,9 @@ from moe_ckpt.core.operators import Catalog
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.format.dtypes import dtype_name
 from moe_ckpt.modeling.bucket_order import BucketOrder
+from moe_ckpt.modeling.module_state import without_gradient
 from moe_ckpt.modeling.names import has_compiled, is_compiled
-from moe_ckpt.modeling.state.trainable import without_gradient
-from moe_ckpt.modeling.state.training_state import TorchTrainingState
+from moe_ckpt.modeling.training_state import TorchTrainingState
 from moe_ckpt.recovery.replay import StepReplay, StepSource, same_plain
 from moe_ckpt.session.session import CheckpointSession
 from moe_ckpt.slices.assignment import ComputeTypes

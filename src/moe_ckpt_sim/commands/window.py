@@ -15,7 +15,7 @@ from moe_ckpt.errors import ConfigError
 if TYPE_CHECKING:
     from moe_ckpt.policies.base import PolicyContext
     from moe_ckpt.policies.moevement import MoEvement
-    from moe_ckpt.policies.schedules.window_report import WindowReport
+    from moe_ckpt.policies.window_report import WindowReport
 
 EPILOG = """\
 examples:

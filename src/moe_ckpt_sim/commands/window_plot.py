@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moe_ckpt.errors import MissingPackageError
-from moe_ckpt.policies.schedules.window_report import WindowReport
+from moe_ckpt.policies.window_report import WindowReport
 
 FULL, COMPUTE, NOT_SAVED = 2, 1, 0
 COLOURS = ("#e8e8e8", "#9ec5e8", "#1f4e8c")

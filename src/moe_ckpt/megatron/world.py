@@ -2,13 +2,17 @@
 
 Ranks exchange this once, when training starts: first a digest of each rank (16 bytes), then one description for each
 distinct digest. So the bytes grow with the number of different parts of the model, not of data-parallel copies.
+
+And this process's place in Megatron's parallel layout.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -17,6 +21,8 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
+import torch.distributed as dist
 
 from moe_ckpt.core.operators import (
     Catalog,
@@ -30,6 +36,7 @@ from moe_ckpt.core.operators import (
 )
 from moe_ckpt.core.placement import Placement
 from moe_ckpt.errors import ConfigError, CoverageError, UnsupportedError
+from moe_ckpt.megatron.compat import megatron_core
 from moe_ckpt.ports import Communicator
 
 Block = tuple[tuple[int, ...], tuple[int, ...]]
@@ -328,3 +335,59 @@ def _agree(what: str, earlier: Any, new: Any, ranks: Sequence[int]) -> None:
 
 def _listed(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+
+
+def require_groups() -> None:
+    """Raises ``ConfigError`` unless processes and Megatron's groups are set up."""
+    if not dist.is_initialized():
+        raise ConfigError("moe_ckpt.megatron: torch.distributed is not initialized; call init_process_group first")
+    state = megatron_core().parallel_state
+    if not state.model_parallel_is_initialized():
+        raise ConfigError(
+            "moe_ckpt.megatron: Megatron's process groups do not exist; call "
+            "megatron.core.parallel_state.initialize_model_parallel first"
+        )
+    tensor, expert_tensor = state.get_tensor_model_parallel_world_size(), state.get_expert_tensor_parallel_world_size()
+    if tensor > 1 and state.get_expert_model_parallel_world_size() == 1 and expert_tensor != tensor:
+        raise UnsupportedError(
+            f"tensor parallelism {tensor} with expert-tensor parallelism {expert_tensor} and no expert parallelism: "
+            f"megatron-core {megatron_core().version} then reduces the gradients of experts over data-parallel ranks "
+            "only, and their copies on tensor-parallel ranks become different models. Set "
+            f"expert_tensor_parallel_size={tensor}, or expert_model_parallel_size above 1."
+        )
+
+
+def ranks_of(group: Any) -> tuple[int, ...]:
+    return tuple(sorted(dist.get_process_group_ranks(group)))
+
+
+def layout(chunks: Sequence[Any]) -> dict[str, int]:
+    """Returns the degrees of parallelism by name; a sparse window is replayed on the same ones only."""
+    state = megatron_core().parallel_state
+    return {
+        "tensor": state.get_tensor_model_parallel_world_size(),
+        "pipeline": state.get_pipeline_model_parallel_world_size(),
+        "virtual_pipeline": len(chunks),
+        "context": state.get_context_parallel_world_size(),
+        "expert": state.get_expert_model_parallel_world_size(),
+        "expert_tensor": state.get_expert_tensor_parallel_world_size(),
+        "data": state.get_data_parallel_world_size(),
+    }
+
+
+def local_ranks(comm: Communicator) -> int:
+    """Returns the ranks on this host, by torchrun's variable, else (``srun``) by host name. A collective."""
+    digests = all_digests(hashlib.sha256(socket.gethostname().encode()).digest(), comm)
+    return int(os.environ.get("LOCAL_WORLD_SIZE", digests.count(digests[comm.rank])))
+
+
+def is_rank_zero() -> bool:
+    return dist.get_rank() == 0
+
+
+def from_rank_zero(number: int) -> int:
+    """Returns rank 0's ``number`` on all ranks. A collective."""
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    message = torch.tensor([number], dtype=torch.int64, device=device)
+    dist.broadcast(message, 0)
+    return int(message.item())

@@ -16,7 +16,7 @@ from moe_ckpt.core.operators import Remembered
 from moe_ckpt.core.placement import interleaved_order
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.policies.base import PolicyContext
-from moe_ckpt.policies.experts.selection import (
+from moe_ckpt.policies.selection import (
     Expert,
     Request,
     Selection,

@@ -20,8 +20,8 @@ from torch import nn
 
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.modeling.moe.discover import FoundLayer, RoutingSource
-from moe_ckpt.modeling.moe.registry import Assignments
+from moe_ckpt.modeling.discover import FoundLayer, RoutingSource
+from moe_ckpt.modeling.registry import Assignments
 from moe_ckpt.run.agreement import Deferred, StepTokens
 from moe_ckpt.stopwatch import Stopwatch
 

@@ -27,8 +27,8 @@ from moe_ckpt.core.operators import (
     non_expert_id,
 )
 from moe_ckpt.errors import ConfigError, UnsupportedError
-from moe_ckpt.modeling.moe.registry import Assignments, MoESpec, spec_of
 from moe_ckpt.modeling.names import clean_name, parameters_of, unwrap
+from moe_ckpt.modeling.registry import Assignments, MoESpec, spec_of
 
 _ROUTER = re.compile(r"router|gating|(^|_)(gate|wg|switch)($|_)")
 _NO_ROUTER = re.compile(r"shared|proj|input|attn|attention")

@@ -16,14 +16,28 @@ from torch.optim import Optimizer
 
 from moe_ckpt.errors import ConfigError, UnsupportedError
 from moe_ckpt.format.dtypes import dtype_name
-from moe_ckpt.modeling import pretrained
+from moe_ckpt.modeling import module_state, pretrained
 from moe_ckpt.modeling.blocks import block_of, fsdp_modules, is_dtensor, is_sharded, reshard
-from moe_ckpt.modeling.state import module_state, param_groups, unsliced_state
-from moe_ckpt.modeling.state.optimizer_view import OptimizerView, advance_counts, scalars_of
-from moe_ckpt.modeling.state.param_groups import ELEMENTWISE, class_name, require_same_class
-from moe_ckpt.modeling.state.trainable import Frozen, freeze
-from moe_ckpt.modeling.state.unsliced_state import is_unsliced
-from moe_ckpt.modeling.state.watching import TensorAddresses, Walk, places_among
+from moe_ckpt.modeling.module_state import Frozen, freeze
+from moe_ckpt.modeling.optimizer_state import (
+    ELEMENTWISE,
+    OptimizerView,
+    add_groups,
+    advance_counts,
+    check_groups,
+    class_name,
+    find_unsliced,
+    is_unsliced,
+    make_tensor,
+    read_empty,
+    read_groups,
+    read_unsliced,
+    require_same_class,
+    scalars_of,
+    write_groups,
+    write_unsliced,
+)
+from moe_ckpt.modeling.watching import TensorAddresses, Walk, places_among
 from moe_ckpt.ports import Reading, StateTensor, TensorMeta, TensorSpec
 from moe_ckpt.reading.index import split_key
 
@@ -108,14 +122,14 @@ class TorchTrainingState:
         optimizers = []
         for index, (optimizer, view) in enumerate(zip(self._optimizers, states, strict=True)):
             scalars = {name: scalars_of(state) for name, state in view.scalars}
-            groups = param_groups.read(index, optimizer, view.groups)
+            groups = read_groups(index, optimizer, view.groups)
             entry = {"class": class_name(optimizer), "param_groups": groups, "scalars": scalars}
-            unsliced = unsliced_state.read(index, view.unsliced)
+            unsliced = read_unsliced(index, view.unsliced)
             optimizers.append(entry | {"unsliced": unsliced} if unsliced else entry)
         pretrained_models = {"pretrained": self._pretrained} if self._pretrained else {}
         frozen = {"frozen": self._frozen.names(walk.parameters)}
         module = module_state.read(self._model, self._varying, walk)
-        empty = unsliced_state.read_parameters(walk.unsliced)
+        empty = read_empty(walk.unsliced)
         unsliced = {"unsliced": empty} if empty else {}
         return {**module, "optimizers": optimizers, **frozen, **pretrained_models, **unsliced}
 
@@ -131,7 +145,7 @@ class TorchTrainingState:
         for index, entry in enumerate(plain.get("optimizers", ())):
             if index < len(self._optimizers) and began[index : index + 1] == self._groups_at_first[index : index + 1]:
                 optimizer, at_first = self._optimizers[index], self._groups_at_first[index]
-                param_groups.take_added(optimizer, at_first, walk.names, walk.parameters, entry["param_groups"])
+                add_groups(optimizer, at_first, walk.names, walk.parameters, entry["param_groups"])
 
     def prepare(self, stored: Mapping[str, TensorMeta]) -> None:
         """Make the optimizers hold exactly the tensors that ``stored`` names; new ones are zero.
@@ -162,13 +176,13 @@ class TorchTrainingState:
         _, states = self._refresh()
         self.freeze(plain["frozen"])
         for optimizer, view, entry in zip(self._optimizers, states, plain["optimizers"], strict=True):
-            param_groups.write(optimizer, entry["param_groups"])
+            write_groups(optimizer, entry["param_groups"])
             for name, parameter in view.parameters.items():
                 _write_scalars(optimizer, parameter, entry["scalars"].get(name, {}))
-                unsliced_state.write(optimizer, parameter, entry.get("unsliced", {}).get(name, {}))
+                write_unsliced(optimizer, parameter, entry.get("unsliced", {}).get(name, {}))
 
     def advance_counts(self, missed: Mapping[str, int]) -> None:
-        """See ``optimizer_view.advance_counts``."""
+        """See ``optimizer_state.advance_counts``."""
         for optimizer, view in zip(self._optimizers, self._refresh()[1], strict=True):
             advance_counts(optimizer, view.parameters, missed)
 
@@ -199,7 +213,7 @@ class TorchTrainingState:
         module_state.check(self._model, self._varying, plain)
         for index, (optimizer, entry) in enumerate(zip(self._optimizers, stored, strict=True)):
             require_same_class(f"optimizer {index}", optimizer, entry["class"])
-            param_groups.check(index, optimizer, views[index].groups, entry["param_groups"])
+            check_groups(index, optimizer, views[index].groups, entry["param_groups"])
 
     def _refresh(self) -> tuple[Walk, tuple[OptimizerView, ...]]:
         """What model and optimizers consist of now; the very same objects, as long as that is what it was.
@@ -228,7 +242,7 @@ class TorchTrainingState:
 
     def _list(self, walk: Walk, states: tuple[OptimizerView, ...]) -> None:
         """Describes the tensors that there are now."""
-        # What has no elements makes no slice, so that its optimizer state would belong to nothing: see unsliced_state.
+        # What has no elements makes no slice, so that its optimizer state would belong to nothing: see optimizer_state.
         parts: list[tuple[str, str, torch.Tensor, torch.Tensor]] = [
             (f"model/{name}", name, p, p) for name, p in walk.parameters.items() if p.numel()
         ]
@@ -239,7 +253,7 @@ class TorchTrainingState:
                 for key, value in state.items()
                 if isinstance(value, torch.Tensor) and not is_unsliced(parameter, value)
             ]
-            view.unsliced = unsliced_state.find(view.states)
+            view.unsliced = find_unsliced(view.states)
         self._tensors = tuple(self._describe(*part) for part in parts)
         named = (*walk.parameters.items(), *chain.from_iterable(view.tensors for view in states))
         self._memory = TensorAddresses(named, self._tensors)
@@ -296,7 +310,7 @@ class TorchTrainingState:
         for key in [key for key in sliced if str(key) not in metas]:
             del state[key]
         for key, meta in metas.items():
-            unsliced_state.make(optimizer, parameter, key, meta)
+            make_tensor(optimizer, parameter, key, meta)
         if not state:
             # Optimizers take an empty entry for "never used" only if nothing is there; none is the safest.
             optimizer.state.pop(parameter, None)

@@ -21,12 +21,13 @@ from moe_ckpt.format.dtypes import TORCH_DTYPES, dtype_name
 from moe_ckpt.format.sealed import FixedStrings
 from moe_ckpt.interop import weights
 from moe_ckpt.megatron import hyperparameters
-from moe_ckpt.megatron.model.blocks import BlockPart, Placed, placed_blocks
-from moe_ckpt.megatron.model.inventory import LiveParameter, ModelInventory
-from moe_ckpt.megatron.model.world import Block, HeldTensor, Holding, World, natural
+from moe_ckpt.megatron.blocks import BlockPart, Placed, placed_blocks
+from moe_ckpt.megatron.compat import megatron_core
+from moe_ckpt.megatron.inventory import LiveParameter, ModelInventory
 from moe_ckpt.megatron.optimizers import MASTER, STEP, StateSlot, make_state, slots, state_tensors
-from moe_ckpt.modeling.state.trainable import Frozen, freeze
-from moe_ckpt.modeling.state.watching import Entries, TensorAddresses, places_among
+from moe_ckpt.megatron.world import Block, HeldTensor, Holding, World, exchange, natural, ranks_of
+from moe_ckpt.modeling.module_state import Frozen, freeze
+from moe_ckpt.modeling.watching import Entries, TensorAddresses, places_among
 from moe_ckpt.ports import Communicator, Reading, StateTensor, TensorMeta, TensorSpec
 from moe_ckpt.reading.index import split_key
 
@@ -179,11 +180,21 @@ class MegatronTrainingState:
             blocks = sorted({(placed.offsets, placed.shape) for placed in placed_blocks(part, part.start, part.stop)})
             yield HeldTensor(part.name, dtype, part.global_shape, owner, slot is not None, master, blocks=tuple(blocks))
 
-    def bind(self, world: World, rank: int, dense_peers: tuple[int, ...], expert_peers: tuple[int, ...]) -> None:
-        """Tells who holds what else; once, before any method below."""
-        self._world, self._rank = world, rank
-        self.dense_peers, self.expert_peers = dense_peers, expert_peers
+    def exchange(self, comm: Communicator) -> World:
+        """Learns who holds what else, and returns that. A collective of the training thread, before any method below.
+
+        Raises:
+            CoverageError: The ranks together do not hold the model.
+        """
+        groups = megatron_core().parallel_state
+        stage, expert_rank = groups.get_pipeline_model_parallel_rank(), groups.get_expert_model_parallel_rank()
+        world = exchange(self.holding(int(stage), int(expert_rank)), comm)
+        world.catalog  # noqa: B018  the proof comes before anything else
+        self._world, self._rank = world, comm.rank
+        self.dense_peers = ranks_of(groups.get_data_parallel_group(with_context_parallel=True))
+        self.expert_peers = ranks_of(groups.get_expert_data_parallel_group())
         self.trained.bind(world.tensors)
+        return world
 
     @property
     def shards(self) -> bool:
@@ -212,7 +223,7 @@ class MegatronTrainingState:
 
         Args:
             source: A store, a step directory, or safetensors files.
-            comm: Of all ranks; ``bind`` was called with it.
+            comm: Of all ranks; ``exchange`` was called with it.
             strict: False lets tensors be missing on either side.
         """
         loaded = weights.load_weights(source, self, comm, self._exact_buffers(), strict=strict)
@@ -289,7 +300,7 @@ class MegatronTrainingState:
 
     def _require_world(self) -> World:
         if self._world is None:
-            raise ConfigError("MegatronTrainingState.bind() was not called")
+            raise ConfigError("MegatronTrainingState.exchange() was not called")
         return self._world
 
     def _state_names(self) -> tuple[tuple[str, str], ...]:

@@ -18,9 +18,9 @@ import torch
 from torch import nn
 
 from moe_ckpt.errors import ConfigError, UnsupportedError
+from moe_ckpt.megatron.blocks import Axis, AxisSegment, BlockPart, straight
 from moe_ckpt.megatron.compat import megatron_core
-from moe_ckpt.megatron.model.blocks import Axis, AxisSegment, BlockPart, straight
-from moe_ckpt.megatron.model.world import Owner
+from moe_ckpt.megatron.world import Owner
 
 TIED = "embedding.word_embeddings.weight"
 """Name of the last stage's copy of a tied embedding, too."""

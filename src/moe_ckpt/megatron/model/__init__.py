@@ -1,1 +1,0 @@
-"""The model on one rank, and on all ranks together."""

@@ -1,1 +1,0 @@
-"""MoE layers, and the tokens that they route."""

@@ -1,0 +1,425 @@
+"""The state of a torch optimizer: its param groups, the state of each parameter, and how both come back.
+
+Tensors with elements are sliced, like the parameters. Besides:
+
+- Param groups as plain data. Hyperparameters (lr, betas, weight_decay, initial_lr, ...) come back from a checkpoint.
+  Flags that choose an implementation and not a result (fused, foreach, capturable, differentiable) stay as the new run
+  set them: a checkpoint of a GPU run must open on a CPU.
+- State that is in no slice: parameters without elements, all of their state, and other state tensors without elements.
+  Optimizers take what they once put into a parameter's state for granted. So it comes back with the rest, although
+  nothing of it is in a tensor of the store (``format.contents``).
+- The optimizer's class, so that no other one goes on with its state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import chain, compress
+from operator import is_, itemgetter
+from typing import Any
+
+import torch
+from torch import optim
+from torch.optim import Optimizer
+
+from moe_ckpt.errors import ConfigError, UnencodableStateError, UnsupportedError, optimizer_changed
+from moe_ckpt.format.contents import described
+from moe_ckpt.format.dtypes import TORCH_DTYPES
+from moe_ckpt.format.sealed import FixedStrings
+from moe_ckpt.modeling.blocks import block_in, is_dtensor
+from moe_ckpt.modeling.watching import Entries
+from moe_ckpt.ports import TensorMeta
+
+ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
+    {
+        *(optim.ASGD, optim.Adadelta, optim.Adagrad, optim.Adam, optim.AdamW, optim.Adamax, optim.NAdam),
+        *(optim.RAdam, optim.RMSprop, optim.Rprop, optim.SGD),
+    }
+)
+"""Optimizers that update each element by its own gradient and state alone. Adafactor and Muon do not (their steps are
+scaled by a norm over the whole parameter), and of what is not known it must be assumed."""
+_TORCH = "torch.optim."
+
+
+def class_name(optimizer: Optimizer) -> str:
+    """Returns the qualified name of an optimizer's class; torch's own as ``torch.optim.<name>`` wherever they live."""
+    return name_of(type(optimizer))
+
+
+def name_of(kind: type[Optimizer]) -> str:
+    """Returns ``class_name`` of the instances of a class."""
+    module = _TORCH if getattr(torch.optim, kind.__qualname__, None) is kind else f"{kind.__module__}."
+    return module + kind.__qualname__
+
+
+def require_same_class(which: str, optimizer: Optimizer, stored: str) -> None:
+    """Raises unless stored state is of the class of ``optimizer``. Changes nothing.
+
+    A class that only moved to another module (a script that runs as ``__main__``) is the same class.
+
+    Args:
+        which: Names the optimizer in the message.
+        optimizer: The running one.
+        stored: Its class name in the checkpoint.
+
+    Raises:
+        ConfigError: It is of another class.
+    """
+    here = class_name(optimizer)
+    moved = stored.rpartition(".")[2] == here.rpartition(".")[2] and not f"{stored} {here}".count(_TORCH)
+    if stored != here and not moved:
+        raise optimizer_changed(which, stored, here)
+
+
+IMPLEMENTATION_FLAGS = frozenset({"foreach", "fused", "capturable", "differentiable"})
+_PLAIN = (type(None), bool, int, float, str, bytes, torch.Tensor)
+_PLAIN_TYPES = frozenset(_PLAIN)
+
+
+def read_groups(index: int, optimizer: Optimizer, names: Sequence[FixedStrings]) -> list[dict[str, Any]]:
+    """Returns the groups of optimizer number ``index``, with the names of each one's parameters.
+
+    Raises:
+        UnencodableStateError: names the group and key of a value that is no plain data.
+    """
+    groups = []
+    for number, group in enumerate(optimizer.param_groups):
+        entry: dict[str, Any] = {}
+        for key, value in group.items():
+            if key == "params":
+                entry[key] = names[number]
+            else:
+                require_plain(value, f"optimizers/{index}/param_groups/{number}/{key}")
+                entry[key] = value
+        groups.append(entry)
+    return groups
+
+
+def require_plain(value: Any, path: str) -> None:
+    """Raise ``UnencodableStateError``, naming the place below ``path``, for a value that is no plain data."""
+    if type(value) in _PLAIN_TYPES:
+        return  # nearly all are
+    if isinstance(value, (list, tuple, set, frozenset)):
+        for at, item in enumerate(value):
+            require_plain(item, f"{path}/{at}")
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            require_plain(item, f"{path}/{key}")
+    elif not isinstance(value, _PLAIN):
+        raise UnencodableStateError(path, f"{type(value).__module__}.{type(value).__qualname__}")
+
+
+def check_groups(
+    index: int, optimizer: Optimizer, names: Sequence[Collection[str]], stored: Sequence[Mapping[str, Any]]
+) -> None:
+    """Raise ``ConfigError`` unless the groups hold the same parameters, group by group.
+
+    Args:
+        names: As for ``read_groups``.
+    """
+    groups = optimizer.param_groups
+    if len(groups) != len(stored):
+        raise ConfigError(
+            f"optimizer {index}: the checkpoint has {len(stored)} param groups, this run has {len(groups)}; "
+            "build the optimizer with the same groups"
+        )
+    for number, entry in enumerate(stored):
+        here, saved = set(names[number]), set(entry["params"])
+        if here != saved:
+            only_here, only_there = sorted(here - saved)[:3], sorted(saved - here)[:3]
+            raise ConfigError(
+                f"optimizer {index}, param group {number}: the checkpoint has {len(saved)} parameters, this run "
+                f"{len(here)}; only in the checkpoint: {only_there or 'none'}, only in this run: {only_here or 'none'}"
+            )
+        for name, current in groups[number].items():
+            if name != "params" and isinstance(current, (tuple, list)) and name in entry:
+                value = entry[name]
+                if not isinstance(value, (tuple, list)) or len(value) != len(current):
+                    raise ConfigError(
+                        f"optimizer {index}, param group {number}: the checkpoint has {name}={value!r}, this run "
+                        f"{name}={current!r}, which is of another form; build the optimizer as it was"
+                    )
+
+
+def add_groups(
+    optimizer: Optimizer,
+    began: int,
+    names: Mapping[int, str],
+    parameters: Mapping[str, torch.nn.Parameter],
+    stored: Sequence[Mapping[str, Any]],
+) -> None:
+    """Add the groups that training had added (``Optimizer.add_param_group``) when a checkpoint was taken.
+
+    Nothing is added where the groups that the script makes are others, or the parameters not the model's:
+    ``check_groups`` says what differs.
+
+    Args:
+        began: How many groups the script makes. What was added since is of another checkpoint, and is taken away.
+        names: Name of each parameter by its id.
+        parameters: The model's, by name.
+        stored: Groups of the checkpoint.
+    """
+    for group in optimizer.param_groups[began:]:
+        for parameter in group["params"]:
+            optimizer.state.pop(parameter, None)
+    del optimizer.param_groups[began:]
+    present = [[names.get(id(parameter)) for parameter in group["params"]] for group in optimizer.param_groups]
+    if any(set(here) != set(entry["params"]) for here, entry in zip(present, stored, strict=False)):
+        return
+    named = {name for group in present for name in group}
+    added = [name for group in stored[began:] for name in group["params"]]
+    if named.isdisjoint(added) and len({*added}) == len(added) and parameters.keys() >= {*added}:
+        for entry in stored[began:]:
+            optimizer.add_param_group({"params": [parameters[name] for name in entry["params"]]})
+
+
+def write_groups(optimizer: Optimizer, stored: Sequence[Mapping[str, Any]]) -> None:
+    """Put the stored hyperparameters back, in place. ``check_groups`` has passed."""
+    for group, entry in zip(optimizer.param_groups, stored, strict=True):
+        for key, value in entry.items():
+            if key != "params" and key not in IMPLEMENTATION_FLAGS:
+                group[key] = fitted(group.get(key), value)
+
+
+def fitted(current: Any, stored: Any) -> Any:
+    """Returns the stored value in the form that this run uses: a tensor stays the same tensor (CUDA graphs hold it)."""
+    if isinstance(current, torch.Tensor):
+        with torch.no_grad():
+            current.copy_(torch.as_tensor(stored))
+        return current
+    if isinstance(stored, torch.Tensor):
+        return stored.item() if isinstance(current, (int, float)) else stored.clone()
+    return stored
+
+
+Unsliced = tuple[str, torch.Tensor, str, torch.Tensor]
+"""(name of the parameter, itself, name of its state, live state)."""
+
+
+def is_unsliced(parameter: torch.Tensor, value: object) -> bool:
+    """Returns whether a value of a parameter's state is a tensor that no slice can hold."""
+    return isinstance(value, torch.Tensor) and not (value.numel() and parameter.numel())
+
+
+def read_empty(parameters: Iterable[tuple[str, torch.Tensor]]) -> dict[str, dict[str, Any]]:
+    """Returns {name: description} of those that still have no elements."""
+    return {
+        name: described(parameter, f"parameter {name!r}") for name, parameter in parameters if not parameter.numel()
+    }
+
+
+def find_unsliced(states: Iterable[tuple[str, torch.Tensor, Mapping[str, Any]]]) -> list[Unsliced]:
+    """Returns what there is of it among (name, parameter, live state)."""
+    return [
+        (name, parameter, key, value)
+        for name, parameter, state in states
+        for key, value in state.items()
+        if is_unsliced(parameter, value)
+    ]
+
+
+def read_unsliced(index: int, entries: Iterable[Unsliced]) -> dict[str, dict[str, Any]]:
+    """Returns {parameter: {state name: description}} of what ``find_unsliced`` found, and what still is so."""
+    descriptions: dict[str, dict[str, Any]] = {}
+    for name, parameter, key, held in entries:
+        if is_unsliced(parameter, held):  # memory may have been put under it
+            value = block_in(held) if held.numel() else held
+            same = value.device == parameter.device
+            entry = described(value, f"state {key!r} of {name} in optimizer {index}", on_param_device=same)
+            descriptions.setdefault(name, {})[key] = entry
+    return descriptions
+
+
+def write_unsliced(
+    optimizer: Optimizer, parameter: torch.Tensor, descriptions: Mapping[str, Mapping[str, Any]]
+) -> None:
+    """Makes that part of one parameter's state which is in no slice exactly what ``read_unsliced`` returned."""
+    if parameter not in optimizer.state and not descriptions:
+        return
+    state = optimizer.state[parameter]
+    for key in [key for key, value in state.items() if is_unsliced(parameter, value) and key not in descriptions]:
+        del state[key]
+    for key, entry in descriptions.items():
+        meta = TensorMeta(entry["dtype"], tuple(entry["shape"]), not entry.get("cpu", False))
+        make_tensor(optimizer, parameter, key, meta)
+        if "value" in entry:
+            state[key].copy_(entry["value"])
+    if not state:
+        del optimizer.state[parameter]
+
+
+def make_tensor(optimizer: Optimizer, parameter: torch.Tensor, key: str, meta: TensorMeta) -> None:
+    """Brings one tensor of a parameter's state to ``meta``. A new one is zero; one that fits keeps its memory."""
+    state = optimizer.state[parameter]
+    device = _state_device(optimizer, parameter, key, meta)
+    dtype = TORCH_DTYPES[meta.dtype]
+    if not _fits(state.get(key), parameter, meta.global_shape, dtype, device):
+        state[key] = _new_state(parameter, meta.global_shape, dtype, device)
+
+
+def _state_device(optimizer: Optimizer, parameter: torch.Tensor, key: str, meta: TensorMeta) -> torch.device:
+    """Where state is to live: as it was saved, but a step count where this run's implementation needs it.
+
+    torch's Adam family counts steps on the CPU, unless fused or capturable kernels read them on the device
+    (torch.optim.Optimizer.load_state_dict makes the same exception).
+    """
+    on_device = meta.on_param_device
+    group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
+    if key == "step" and not meta.global_shape and ("capturable" in group or "fused" in group):
+        on_device = bool(group.get("capturable") or group.get("fused"))
+    return parameter.device if on_device else torch.device("cpu")
+
+
+def _fits(
+    old: object, parameter: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> bool:
+    return (
+        isinstance(old, torch.Tensor)
+        and tuple(old.shape) == shape
+        and old.dtype == dtype
+        and old.device == device
+        and (not shape or is_dtensor(old) == is_dtensor(parameter))
+    )
+
+
+def _new_state(
+    parameter: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """A zeroed tensor, sharded and laid out like the parameter if it has its shape."""
+    if shape and tuple(parameter.shape) == shape and device == parameter.device:
+        return torch.zeros_like(parameter.detach(), dtype=dtype)
+    return torch.zeros(shape, dtype=dtype, device=device)
+
+
+_PARAMS = itemgetter("params")
+
+
+class OptimizerView:
+    """The tensors of an optimizer by name, found once and used for as long as it is still what there is.
+
+    Attributes:
+        groups: Names of the parameters of each group; encoded once, for there are thousands.
+        parameters: By name, in the order of the groups.
+        states: (name, parameter, live state) of those with state. In the order of the groups, since that of
+            ``optimizer.state`` is that of first use.
+        scalars: (name, live state) of those with state that is no tensor.
+        unsliced: State tensors that make no slice.
+    """
+
+    def __init__(self, index: int, optimizer: Optimizer, names: Mapping[int, str]) -> None:
+        self._optimizer = optimizer
+        self._lists = list(map(_PARAMS, optimizer.param_groups))
+        self._lengths = list(map(len, self._lists))
+        self._listed: list[torch.Tensor] = list(chain.from_iterable(self._lists))
+        self._state = optimizer.state
+        self._present = Entries([self._state])
+        labels = [_name(names, parameter, index, optimizer) for parameter in self._listed]
+        ends = iter(labels)
+        self.groups = [FixedStrings([next(ends) for _ in range(length)]) for length in self._lengths]
+        self.parameters = dict(zip(labels, self._listed, strict=True))
+        self.states = [
+            (name, parameter, self._state[parameter])
+            for name, parameter in zip(labels, self._listed, strict=True)
+            if parameter in self._state
+        ]
+        self._require_names(index)
+        self.unsliced = find_unsliced(self.states)
+        self._entries = Entries([state for _, _, state in self.states], torch.Tensor)
+        owners = [name for name, _, state in self.states for value in state.values() if isinstance(value, torch.Tensor)]
+        self._owners = owners
+        self.scalars = list(compress(((name, state) for name, _, state in self.states), self._entries.loose))
+
+    def _require_names(self, index: int) -> None:
+        """Raises ``UnsupportedError`` for a tensor under a name that no key of a checkpoint can hold."""
+        if all(map(is_state_name, set(chain.from_iterable(state for _, _, state in self.states)))):
+            return  # what is left to do takes Python code for each tensor
+        for owner, _, state in self.states:
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor) and not is_state_name(name):
+                    raise unnameable(f"optimizer {index} ({type(self._optimizer).__name__})", owner, name)
+
+    @property
+    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Returns all tensors among the states, each with the name of its parameter."""
+        return zip(self._owners, self._entries.values, strict=True)
+
+    def is_current(self) -> bool:
+        """Returns False once groups, the state of a parameter, or a tensor in it came, went or were replaced."""
+        lists, state = list(map(_PARAMS, self._optimizer.param_groups)), self._optimizer.state
+        return (
+            state is self._state
+            and list(map(len, lists)) == self._lengths
+            and all(map(is_, chain.from_iterable(lists), self._listed))
+            and self._present.same()
+            and self._entries.same()
+        )
+
+
+def _name(names: Mapping[int, str], parameter: torch.Tensor, index: int, optimizer: Optimizer) -> str:
+    name = names.get(id(parameter))
+    if name is None:
+        raise UnsupportedError(
+            f"optimizer {index} ({type(optimizer).__name__}) holds a parameter of shape "
+            f"{tuple(parameter.shape)} that is not among the model's named_parameters(). Assign what it belongs to "
+            "as an attribute of the module, and build optimizers after sharding or replacing parameters."
+        )
+    return name
+
+
+def is_state_name(name: object) -> bool:
+    """Returns whether a tensor key can end with the name of a state, and a reader finds that very name there."""
+    return isinstance(name, str) and bool(name) and "/" not in name and f"{name}" == name
+
+
+def unnameable(optimizer: str, parameter: str, name: object) -> UnsupportedError:
+    """Returns the error for a tensor of optimizer state whose name is no ``is_state_name``."""
+    return UnsupportedError(
+        f"{optimizer} keeps a tensor for parameter {parameter!r} under the name {name!r}. A checkpoint names tensors "
+        "of optimizer state by text that is not empty and has no '/', so a resume would not find this one. Rename it "
+        "in the optimizer, to state[p]['momentum'] for instance."
+    )
+
+
+def scalars_of(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Returns what is no tensor in the state of one parameter."""
+    return {key: value for key, value in state.items() if not isinstance(value, torch.Tensor)}
+
+
+STEP = "step"
+"""What torch's optimizers call the count of a parameter's updates."""
+
+
+def advance_counts(optimizer: Optimizer, parameters: Mapping[str, torch.Tensor], missed: Mapping[str, int]) -> None:
+    """Step counts of parameters that came back older go on by the steps since, as the one of a stack of experts does.
+
+    Up to the count of a parameter that did not. One that reaches it was updated as often, so other state without
+    dimensions (NAdam's ``mu_product``) is as of that one, too.
+
+    Args:
+        optimizer: Whose state is restored.
+        parameters: That it updates, by name.
+        missed: Name -> steps since.
+    """
+    counts = {
+        name: {key: value for key, value in optimizer.state.get(parameter, {}).items() if _is_scalar(value)}
+        for name, parameter in parameters.items()
+        if parameter.dim() and parameter.requires_grad
+    }
+    newest: Mapping[Any, torch.Tensor] = max(
+        (state for name, state in counts.items() if STEP in state and name not in missed),
+        key=lambda state: float(state[STEP]),
+        default={},
+    )
+    with torch.no_grad():
+        for name in counts.keys() & missed.keys():
+            state = counts[name]
+            if STEP not in state:
+                continue
+            state[STEP] += missed[name]
+            if STEP in newest and state[STEP].item() >= newest[STEP].item():
+                for key in state.keys() & newest.keys():
+                    state[key].copy_(newest[key])
+
+
+def _is_scalar(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and not value.dim()

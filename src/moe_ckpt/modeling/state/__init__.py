@@ -1,1 +1,0 @@
-"""The training state of a model and its optimizers."""

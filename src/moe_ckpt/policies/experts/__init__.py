@@ -1,1 +1,0 @@
-"""Which experts of each layer a partial checkpoint saves."""

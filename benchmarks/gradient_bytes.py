@@ -24,10 +24,14 @@ from torch.optim import Optimizer
 
 from moe_ckpt.gradient_log.capture import ConsumedGradients, GradientCapture
 from moe_ckpt.gradient_log.units import whole_unit
-from moe_ckpt.policies.rolling import bytes_per_parameter
 
 _EXAMPLE = "example: python benchmarks/gradient_bytes.py --markdown"
 EXPERTS, WIDTH, HIDDEN, ROUND = 8, 64, 96, 5
+
+
+def bytes_per_parameter(window: int, gradient: float, full: float = 12.0) -> float:
+    """Returns the bytes that each step saves per parameter, with rounds of ``window`` steps."""
+    return full / window + gradient * (window - 1) / window
 
 
 @dataclass(frozen=True)

@@ -28,13 +28,13 @@ if __package__ in (None, ""):
 
 
 from benchmarks import report
+from benchmarks.gradient_bytes import bytes_per_parameter
 from benchmarks.killed_lives import Events, Life, iteration_secs, killed_at, lives_of, reached_in, restarts_in
 from benchmarks.windowed import workload
 from benchmarks.workload import SIZES
 from moe_ckpt.core.window import OperatorBytes, balance
 from moe_ckpt.memory.slot import Slot
 from moe_ckpt.modeling.discover import build_catalog, find_moe_layers
-from moe_ckpt.policies.rolling import bytes_per_parameter
 
 _EXAMPLE = "example: python benchmarks/gradient_log_runs.py --size small --kills 4 --write"
 

@@ -51,8 +51,9 @@ def test_messages_are_those_of_the_tree(ranks):
             assert largest == [ranks - 1, 0, step]
         node = TreeNode(rank, ranks)
         numbers = 6 + 3 + 2  # and the generation, twice
-        assert value["agreeing"] == {"messages": STEPS * node.messages, "bytes": STEPS * node.messages * 8 * numbers}
-        assert value["commit"]["messages"] == 2 * node.messages, "a length and a body each"
+        messages = len(node.children) + (node.parent is not None)
+        assert value["agreeing"] == {"messages": STEPS * messages, "bytes": STEPS * messages * 8 * numbers}
+        assert value["commit"]["messages"] == 2 * messages, "a length and a body each"
         assert value["gathered"] == (None if rank else [b"".join(f"of {each};".encode() for each in range(ranks)), b""])
         assert value["announced"] == b"done"
     assert max(value["agreeing"]["messages"] for value in values) == STEPS * (ranks - 1).bit_length()

@@ -16,6 +16,7 @@ from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies.base import Measured, Policy
 from moe_ckpt.policies.moevement import FIRST_SLOTS, PROFILE_STEPS, MoEvement
 from moe_ckpt.policies.popularity import ORDERS
+from moe_ckpt_sim.planner.window_text import facts_of, heaviest_by_size, sentences, table
 from tests.support.constants import with_constants
 from tests.unit.builders import catalog, context
 from tests.unit.builders import memory as in_memory
@@ -410,13 +411,13 @@ def test_any_window_anchors_every_operator_once_within_its_limits(policy, known)
         elif limit is not None and len(slots) > 1:
             shorter = max(slot_bytes(balance(plan.window.order, known.model.sizes, len(slots) - 1), known.model.sizes))
             assert shorter > limit * known.model.placement.ranks
-    json.dumps(report.to_dict())
-    assert str(report)
+    json.dumps(facts_of(report))
+    assert list(sentences(report))
 
 
 def test_the_report_in_numbers():
     report = MoEvement(window=3).explain(facts(measured=at(100.0, 2.0), ranks=2, snapshot_bytes=50))
-    found = report.to_dict()
+    found = facts_of(report)
     assert [
         (len(s["anchors"]), s["frozen_operators"], s["full_bytes"], s["compute_bytes"], s["bytes"], s["rank_bytes"])
         for s in found["slots"]
@@ -431,24 +432,24 @@ def test_the_report_in_numbers():
         "expected_secs": 9.0,
         "most_secs": 12.0,
     }
-    assert report.heaviest_by_size(3) == (132, 72, 56)
+    assert heaviest_by_size(report, 3) == (132, 72, 56)
     assert report.warning is None
-    text = str(report)
+    text = "\n".join(sentences(report))
     assert "heaviest slot 42.4% of that, mean 39.4%" in text
     assert "recovery trains 4.5 iterations again on average, 6 at most (9 s and 12 s)" in text
-    columns, rows = report.table()
+    columns, rows = table(report)
     assert (columns[-2:], len(rows)) == (("of iteration", "stall"), 3)
     assert rows[1] == ("1", "4", "4", "48", "8", "56", "42.4%", "28", "14.0%", "0 s")
 
 
 def test_a_report_without_measurements_has_no_times():
     report = MoEvement(window=2).explain(facts(measured=Measured()))
-    found = report.to_dict()
+    found = facts_of(report)
     for name in ("limit_bytes", "fits", "stall_secs", "mean_stall_secs", "iteration_secs"):
         assert found[name] is None
     assert found["recovery"]["most_secs"] is None
-    assert report.table()[0][-1] == "per rank"
-    assert "limit" not in str(report)
+    assert table(report)[0][-1] == "per rank"
+    assert "limit" not in "\n".join(sentences(report))
     assert report.warning is None
 
 

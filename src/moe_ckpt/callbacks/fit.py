@@ -38,7 +38,6 @@ from moe_ckpt.reading.reader import open_step
 from moe_ckpt.recovery.resume import other_ranks
 from moe_ckpt.run.documents import read_finished
 from moe_ckpt.run.options import Options
-from moe_ckpt.session.session import CheckpointSession
 from moe_ckpt.stopwatch import Stopwatch, timed
 from moe_ckpt.storage import open_storage
 
@@ -76,6 +75,7 @@ class Fit:
         options.policy.check(catalog)
         self.host = LightningHost(trainer, module, options, self._count_update)
         self.driver = Driver(self.host, options, _ADVICE, stopwatch)
+        self.stopwatch = stopwatch
         self._policy = type(options.policy).__name__
         self.buckets = buckets_of(trainer)
         on_device = trainer.strategy.root_device.type == "cuda"
@@ -108,6 +108,7 @@ class Fit:
         except BaseException:
             self._counter.close()
             raise
+        self.session = self.driver.session
         if options.needs.windows:
             self._watch_windows(catalog)
         self._own_callbacks: Collection[Callback] = ()
@@ -123,14 +124,6 @@ class Fit:
 
         host = self.host
         host.windows = Windows(host.trainer, host.module, catalog, host.state, self._policy, self.stopwatch)
-
-    @property
-    def session(self) -> CheckpointSession:
-        return self.driver.session
-
-    @property
-    def stopwatch(self) -> Stopwatch:
-        return self.driver.stopwatch
 
     # --- before training ---
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import lightning.pytorch as pl
@@ -20,7 +19,16 @@ from moe_ckpt.callbacks.lightning_state import (
     plain_hparams,
     restore_checkpoint,
 )
-from moe_ckpt.driver.changes import Change, differing, plain_values, same, trainable_changes
+from moe_ckpt.driver.changes import (
+    Change,
+    Groups,
+    differing,
+    groups_of,
+    optimizer_changes,
+    plain_values,
+    same,
+    trainable_changes,
+)
 from moe_ckpt.driver.host import End, Host, loading_state
 from moe_ckpt.format.manifest import Manifest, state_path
 from moe_ckpt.format.run_records import Finished
@@ -155,7 +163,7 @@ def configured(trainer: Any) -> dict[str, Any]:
     Called before a checkpoint's replace them; to be compared with the result when the run began.
     """
     return {
-        "optimizers": [[plain_values(group) for group in opt.param_groups] for opt in trainer.optimizers],
+        "optimizers": groups_of(trainer.optimizers),
         "schedulers": [plain_values(config.scheduler.state_dict()) for config in trainer.lr_scheduler_configs],
         "training": _training(trainer),
     }
@@ -192,10 +200,11 @@ def changes(trainer: Any, stored: Mapping[str, Any], now: Mapping[str, Any]) -> 
     ):
         if owner is not None and key in checkpoint:
             differences += differing(f"{name}.", checkpoint[key], plain_hparams(owner, key), from_checkpoint=False)
-    for number, (old, new) in enumerate(zip(before["optimizers"], now["optimizers"], strict=False)):
-        if not before["schedulers"]:  # else values in force are those of the moment
-            old = _in_force(old, new, trainer.optimizers[number].param_groups)
-        differences += _of_groups(f"optimizer {number} " if len(now["optimizers"]) > 1 else "optimizer ", old, new)
+    optimizers = before["optimizers"]
+    if not before["schedulers"]:  # else values in force are those of the moment
+        facts = zip(optimizers, now["optimizers"], groups_of(trainer.optimizers), strict=False)
+        optimizers = [_in_force(*of_one) for of_one in facts]
+    differences += optimizer_changes(optimizers, now["optimizers"])
     for old, new in zip(before["schedulers"], now["schedulers"], strict=False):
         old, new = ({key: value for key, value in settings.items() if key != "base_lrs"} for settings in (old, new))
         differences += differing("scheduler ", old, new, from_checkpoint=True, decides=False)
@@ -203,19 +212,10 @@ def changes(trainer: Any, stored: Mapping[str, Any], now: Mapping[str, Any]) -> 
     return differences
 
 
-def _in_force(
-    before: list[Mapping[str, Any]], now: list[Mapping[str, Any]], groups: list[dict[str, Any]]
-) -> list[Mapping[str, Any]]:
+def _in_force(before: Groups, now: Groups, groups: Groups) -> Groups:
     """Returns ``before`` with what training had set by hand since, where the script's value is another one."""
     in_force: list[Mapping[str, Any]] = []
-    for old, new, group in zip(before, now, map(plain_values, groups), strict=False):
+    for old, new, group in zip(before, now, groups, strict=False):
         set_since = {key: group[key] for key in old if key in group and not same(old[key], new.get(key))}
         in_force.append({**old, **set_since})
     return in_force
-
-
-def _of_groups(name: str, before: list[Mapping[str, Any]], now: list[Mapping[str, Any]]) -> Iterable[Change]:
-    """Returns each change once, also where several groups have it, or a scheduler repeats it as ``initial_lr``."""
-    pairs = zip(before, now, strict=False)
-    all_changes = (change for old, new in pairs for change in differing(name, old, new, from_checkpoint=True))
-    return dict.fromkeys(replace(change, where=change.where.replace("initial_lr", "lr")) for change in all_changes)

@@ -62,7 +62,9 @@ def capture_checkpoint(trainer: Any) -> dict[str, Any]:
     if precision_state:
         checkpoint[type(precision).__qualname__] = precision_state
     precision.on_save_checkpoint(checkpoint)
-    _add_hyper_parameters(trainer, checkpoint)
+    for owner, key in zip((module, trainer.datamodule), HYPER_PARAMETERS, strict=True):
+        if owner is not None and owner.hparams:
+            checkpoint[key] = plain_hparams(owner, key)
     datamodule = trainer.datamodule
     if datamodule is not None:
         state = datamodule.state_dict()
@@ -115,16 +117,20 @@ def _loop_state(trainer: Any) -> dict[str, Any]:
     state: dict[str, Any] = trainer.fit_loop.state_dict()
     if trainer.global_step == 0:  # nothing was done yet, so nothing is due
         return state
-    _count_alike(state["epoch_loop.batch_progress"])
-    due = validation_due(trainer)
-    if not due and not trainer.is_last_batch:
-        return state
     batches, validated, counters = (
         "epoch_loop.batch_progress",
         "epoch_loop.val_loop.batch_progress",
         "epoch_loop.state_dict",
     )
     progress = state[batches]
+    # A batch that ends its epoch by -1 of on_train_batch_start is ready and processed, but neither started nor
+    # completed. Totals that differ for that ever after would tell Lightning that no batch was done, and a resume would
+    # count one number twice.
+    total, current = progress["total"], progress["current"]
+    progress["total"] = total | {span: total["ready"] - current["ready"] + current[span] for span in current}
+    due = validation_due(trainer)
+    if not due and not trainer.is_last_batch:
+        return state
     state[batches] = progress | {
         span: progress[span] | {"completed": progress[span]["processed"]} for span in ("total", "current")
     }
@@ -142,29 +148,10 @@ def _loop_state(trainer: Any) -> dict[str, Any]:
     return state
 
 
-def _count_alike(progress: dict[str, Any]) -> None:
-    """Makes a batch loop's totals differ only by what differs in this epoch.
-
-    A batch that ends its epoch by -1 of ``on_train_batch_start`` is ready and processed, but neither started nor
-    completed. Totals that differ for that ever after tell Lightning that no batch was done, and the resume counts one
-    number twice.
-    """
-    total, current = progress["total"], progress["current"]
-    before = total["ready"] - current["ready"]
-    progress["total"] = total | {span: before + current[span] for span in current}
-
-
 def validation_due(trainer: Any) -> bool:
     """Returns whether Lightning will validate right after this batch, which the loop itself decides."""
     loop = trainer.fit_loop
     return bool(trainer.enable_validation and Private(loop.epoch_loop).should_check_val_fx(Private(loop).data_fetcher))
-
-
-def _add_hyper_parameters(trainer: Any, checkpoint: dict[str, Any]) -> None:
-    """Adds the hyper-parameters of module and datamodule that can be held without pickle."""
-    for owner, key in zip((trainer.lightning_module, trainer.datamodule), HYPER_PARAMETERS, strict=True):
-        if owner is not None and owner.hparams:
-            checkpoint[key] = plain_hparams(owner, key)
 
 
 _warned: set[str] = set()

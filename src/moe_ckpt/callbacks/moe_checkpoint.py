@@ -178,6 +178,8 @@ class MoECheckpoint(_Unranked):
         ConfigError: An unknown option, or an impossible value.
     """
 
+    state_key = STATE_KEY
+
     def __init__(
         self,
         policy: Policy | None = None,
@@ -202,10 +204,6 @@ class MoECheckpoint(_Unranked):
         self._step_log = StepLog()
         self._loaded: Mapping[str, Any] | None = None
         self._saved_ledger: Mapping[str, Any] | None = None
-
-    @property
-    def state_key(self) -> str:
-        return STATE_KEY
 
     @property
     def last(self) -> StepRecord | None:

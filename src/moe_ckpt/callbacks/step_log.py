@@ -39,10 +39,9 @@ class StepLog:
 
     def __call__(self, event: SessionEvent) -> None:
         self.metrics.observe(event)
-        if isinstance(event, (StepEnded, StepReplayed)):
-            self._log(event.record, event.run_ledger)
-
-    def _log(self, record: StepRecord, run_ledger: RunLedger) -> None:
+        if not isinstance(event, (StepEnded, StepReplayed)):
+            return
+        record = event.record
         if record.k is not None and record.k != self.k:
             if self.k is not None and self._trainer.is_global_zero:
                 _say_k(record, self.k)
@@ -50,7 +49,7 @@ class StepLog:
         every = self._trainer.log_every_n_steps
         if not every or record.step % every:  # 0 switches logging off
             return
-        values = {f"moe_ckpt/{name}": value for name, value in self._values(record, run_ledger).items()}
+        values = {f"moe_ckpt/{name}": value for name, value in self._values(record, event.run_ledger).items()}
         # Not through log(): this runs after the module's own hook, when Lightning takes no more values for the step.
         for logger in self._trainer.loggers:
             logger.log_metrics(values, step=record.step)

@@ -59,11 +59,6 @@ class TreeNode:
             bit <<= 1
         return tuple(children)
 
-    @property
-    def messages(self) -> int:
-        """Messages that this rank sends for one value combined at rank 0 and broadcast."""
-        return len(self.children) + (0 if self.parent is None else 1)
-
 
 _CHUNK_NBYTES = 64 << 20
 _IDLE_SECS = 1.0

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -103,6 +103,24 @@ def _flat(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield from _flat(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
+
+
+Groups = Sequence[Mapping[str, Any]]
+"""Hyperparameters of each param group of an optimizer."""
+
+
+def groups_of(optimizers: Iterable[Any]) -> list[Groups]:
+    """Returns the hyperparameters of optimizers as they are now, as plain data."""
+    return [[plain_values(group) for group in optimizer.param_groups] for optimizer in optimizers]
+
+
+def optimizer_changes(before: Sequence[Groups], now: Sequence[Groups]) -> Iterator[Change]:
+    """Yields each change of an optimizer once, also where several groups have it, or a scheduler as ``initial_lr``."""
+    for number, (old, new) in enumerate(zip(before, now, strict=False)):
+        name = f"optimizer {number} " if len(now) > 1 else "optimizer "
+        pairs = zip(old, new, strict=False)
+        changes = (change for pair in pairs for change in differing(name, *pair, from_checkpoint=True))
+        yield from dict.fromkeys(replace(change, where=change.where.replace("initial_lr", "lr")) for change in changes)
 
 
 def same(one: Any, other: Any) -> bool:

@@ -105,7 +105,7 @@ class Lifecycle:
             event: What is asked for.
             call: By which call, for the message.
         """
-        if not self.allows(event):
+        if event not in TRANSITIONS[self.state]:
             advice = self._advice.get(self.state, "it cannot be called now")
             raise ConfigError(f"{call}: {advice} ({self.state.value})")
 

@@ -35,7 +35,7 @@ from torch.utils.data import DataLoader
 
 from moe_ckpt.driver.host import Stateful
 from moe_ckpt.driver.run import CLOSE_SECS, close_guarded
-from moe_ckpt.errors import ConfigError, MoECheckpointError, StoreError
+from moe_ckpt.errors import ConfigError
 from moe_ckpt.megatron.checkpoint import MegatronCheckpoint
 from moe_ckpt.megatron.compat import changed, look_up, megatron_core
 from moe_ckpt.megatron.loop import Progress
@@ -267,19 +267,9 @@ class MegatronLM:
         """Returns the newest step of the store, as rank 0 sees it, on all ranks."""
         if self.options.resume == "never":
             return None
-        answer, failure = -1, None
-        if is_rank_zero():
-            try:
-                step = newest_step(self.options.dirpath)
-                answer = -1 if step is None else step
-            except MoECheckpointError as error:
-                answer, failure = -2, error
-        answer = from_rank_zero(answer)
-        if failure is not None:
-            raise failure
-        if answer == -2:
-            raise StoreError(f"rank 0 could not read the store {self.options.dirpath}; see its message")
-        return None if answer < 0 else answer
+        dirpath = self.options.dirpath
+        doing = f"read the store {dirpath}"
+        return from_rank_zero(lambda: newest_step(dirpath), doing, self.options.timeout_secs)
 
     def _progress_of_load(self, settings: Any) -> Progress:
         """Returns where a run begins that ``--load`` has loaded, without a checkpoint here."""

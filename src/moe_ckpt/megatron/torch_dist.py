@@ -41,7 +41,7 @@ from moe_ckpt.megatron.host import capture_generators, restore_generators
 from moe_ckpt.megatron.inventory import chunks_of, require_halves, unwrapped
 from moe_ckpt.megatron.loop import Progress
 from moe_ckpt.megatron.optimizers import STEP, leaves, make_state, read_step, slots, write_step
-from moe_ckpt.megatron.world import from_rank_zero, is_rank_zero, require_groups
+from moe_ckpt.megatron.world import from_rank_zero, require_groups
 
 log = logging.getLogger("moe_ckpt")
 
@@ -219,14 +219,15 @@ def _model_state(chunks: Sequence[nn.Module], metadata: Mapping[str, Any] = _MET
 
 def _make_directory(path: str) -> None:
     """Makes the directory on rank 0; raises on all ranks if it cannot, or if it is not empty."""
-    problem = 0
-    if is_rank_zero():
+
+    def made() -> int:
         try:
             os.makedirs(path, mode=0o700, exist_ok=True)
-            problem = errno.ENOTEMPTY if os.listdir(path) else 0
+            return errno.ENOTEMPTY if os.listdir(path) else 0
         except OSError as error:
-            problem = error.errno or errno.EIO
-    problem = from_rank_zero(problem)
+            return error.errno or errno.EIO
+
+    problem = from_rank_zero(made, f"make {path}")
     if problem == errno.ENOTEMPTY:
         raise ConfigError(f"{path} is not empty: Megatron would overwrite its files. Give a new directory")
     if problem:

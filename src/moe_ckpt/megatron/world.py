@@ -13,17 +13,17 @@ import json
 import os
 import re
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
-import torch
 import torch.distributed as dist
 
+from moe_ckpt.comm.communicator import make_communicator
 from moe_ckpt.core.operators import (
     Catalog,
     MoELayer,
@@ -38,7 +38,9 @@ from moe_ckpt.core.placement import Placement
 from moe_ckpt.errors import ConfigError, CoverageError, UnsupportedError
 from moe_ckpt.megatron.compat import megatron_core
 from moe_ckpt.ports import Communicator
+from moe_ckpt.reading.together import by_rank_zero
 
+T = TypeVar("T")
 Block = tuple[tuple[int, ...], tuple[int, ...]]
 """(offsets, shape) in a whole tensor."""
 Owner = tuple[str | None, int | str | None]
@@ -385,9 +387,10 @@ def is_rank_zero() -> bool:
     return dist.get_rank() == 0
 
 
-def from_rank_zero(number: int) -> int:
-    """Returns rank 0's ``number`` on all ranks. A collective."""
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    message = torch.tensor([number], dtype=torch.int64, device=device)
-    dist.broadcast(message, 0)
-    return int(message.item())
+def from_rank_zero(action: Callable[[], T], doing: str, timeout_secs: float = 600.0) -> T:
+    """Returns ``by_rank_zero`` where there is no communicator yet. A collective."""
+    comm = make_communicator(timeout_secs)
+    try:
+        return by_rank_zero(comm, action, doing)
+    finally:
+        comm.close()

@@ -269,16 +269,16 @@ class RoutingCounter:
     def _counted(self, hook: Callable[..., None]) -> Callable[..., None]:
         """Returns ``hook``, called in passes of training, and counted by the stopwatch where it is not compiled."""
 
-        def included(module: nn.Module, *args: Any) -> None:
-            if self._passes.include(module):
+        def counted(module: nn.Module, *args: Any) -> None:
+            if not self._passes.include(module):
+                return
+            if torch.compiler.is_compiling():
                 hook(module, *args)
+            else:
+                with self._stopwatch:
+                    hook(module, *args)
 
-        counted = self._stopwatch.around(included)
-
-        def either(*args: Any) -> None:
-            (included if torch.compiler.is_compiling() else counted)(*args)
-
-        return either
+        return counted
 
     def _table(self, at: int, device: torch.device) -> torch.Tensor:
         """The layer's counts, moved to where its routing happens if the model was moved since."""

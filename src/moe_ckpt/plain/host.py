@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from moe_ckpt.driver.attached import LoopHost
-from moe_ckpt.driver.changes import Change, differing, plain_values
+from moe_ckpt.driver.changes import Change, groups_of, optimizer_changes
 from moe_ckpt.driver.host import Stateful, loading_state
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.interop.weights import LoadedWeights, load_module_weights
@@ -65,8 +65,7 @@ class PlainHost(LoopHost):
         self.generators = Generators(capture_rng, restore_rng)
         self.progress, self._moved = Position(), False
         self.buckets: str | None = None
-        self._optimizers = optimizers
-        self._configured = self._groups()
+        self._configured = groups_of(optimizers)
 
     @property
     def step(self) -> int:
@@ -97,12 +96,7 @@ class PlainHost(LoopHost):
         for name, target in self.stateful.items():
             with loading_state(f"{name} ({type(target).__name__})", restored.path):
                 target.load_state_dict(plain["stateful"][name])
-        changes = [
-            change
-            for number, (before, now) in enumerate(zip(plain["configured"], self._configured, strict=False))
-            for old, new in zip(before, now, strict=False)
-            for change in differing(f"optimizer {number} ", old, new, from_checkpoint=True)
-        ]
+        changes = list(optimizer_changes(plain["configured"], self._configured))
         self._configured = plain["configured"]
         self.progress = Position(int(plain["step"]), restored=True, counters=plain["counters"])
         self.buckets = plain["buckets"]
@@ -132,9 +126,6 @@ class PlainHost(LoopHost):
             "buckets": self.buckets,
             "configured": self._configured,
         }
-
-    def _groups(self) -> list[list[dict[str, Any]]]:
-        return [[plain_values(group) for group in optimizer.param_groups] for optimizer in self._optimizers]
 
 
 _REPEATED: tuple[Repeated, ...] = (

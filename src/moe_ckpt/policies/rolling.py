@@ -8,10 +8,9 @@ weighs ``f/W + 2 (W - 1)/(2 W)``, since half of its operators, on average, need 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
@@ -23,17 +22,6 @@ from moe_ckpt.core.window import Lane, OperatorBytes, balance, lanes_of, merge_c
 
 Slots = tuple[tuple[str, ...], ...]
 """Per step of a round, the operators that are anchored."""
-
-
-def bytes_per_parameter(window: int, gradient: float, full: float = 12.0) -> float:
-    """Returns the bytes that each step saves per parameter, with rounds of ``window`` steps.
-
-    Raises:
-        ValueError: ``window`` is below 1.
-    """
-    if window < 1:
-        raise ValueError(f"a round of {window} steps")
-    return full / window + gradient * (window - 1) / window
 
 
 def held_bytes_per_parameter(window: int, gradient: float, full: float = 12.0, slots: int = MOST_SLOTS) -> float:
@@ -212,7 +200,7 @@ class LogReport:
 
     ``GradientLog.explain`` makes it.
 
-    Bytes are those of the rank that has most; ``str(report)`` is for people, ``to_dict()`` for programs.
+    Bytes are those of the rank that has most.
 
     Attributes:
         window: W, steps of a round.
@@ -294,24 +282,3 @@ class LogReport:
                 "saves no gradients, or a policy that does not save at each step"
             )
         return f"{what}: {why}{stall}"
-
-    def sentences(self) -> Iterator[str]:
-        """Returns sentences that say what the round costs, and whether it fits."""
-        yield (
-            f"W = {self.window}: {self.mean_bytes:,.0f} bytes per rank and step on average, {self.heaviest_bytes:,} at "
-            f"most; gradients alone {self.gradient_bytes:,}, everything in full {self.dense_bytes:,}"
-        )
-        if self.fits is not None:
-            yield self.warning or f"each step fits ({self.limit_bytes:,} bytes)"
-        yield (
-            f"memory holds {self.held_bytes:,.0f} bytes per rank, up to {self.most_held_bytes:,.0f} in the round after "
-            f"a dense step; a failure costs the step under way, and up to {self.window - 1} optimizer steps"
-        )
-
-    def __str__(self) -> str:
-        return "\n".join(self.sentences())
-
-    def to_dict(self) -> dict[str, Any]:
-        """All of it as plain data, ready for JSON."""
-        derived = ("fits", "gradients_fit", "stall_secs", "held_bytes", "most_held_bytes")
-        return {**asdict(self), **{name: getattr(self, name) for name in derived}}

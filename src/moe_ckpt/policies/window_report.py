@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 from moe_ckpt.core.placement import Placement
 from moe_ckpt.core.save_budget import bytes_in_time
-from moe_ckpt.core.window import OperatorBytes, Window, balance, lanes_of, share_bytes, slot_bytes
+from moe_ckpt.core.window import OperatorBytes, Window, lanes_of, share_bytes, slot_bytes
 
 _NOTICED = 0.01
 """Stall that is told, as a portion of an iteration."""
@@ -44,7 +43,7 @@ class SlotCost:
 class WindowReport:
     """One window of one model, with what was known when it was made.
 
-    ``MoEvement.explain`` makes it; ``str(report)`` is for people, ``to_dict()`` for programs.
+    ``MoEvement.explain`` makes it.
 
     Attributes:
         sizes: Of every operator of the window.
@@ -130,36 +129,18 @@ class WindowReport:
         return sum(stalls) / len(stalls) if stalls else None
 
     @property
-    def recovery_iterations(self) -> tuple[float, int]:
-        """Iterations that a failure makes train again: expected, and at most (MoEvement, section 3.6)."""
-        return 1.5 * self.size, 2 * self.size
-
-    @property
-    def recovery_secs(self) -> tuple[float, float] | None:
-        """The same in seconds, at the speed of training; replay is faster, since frozen operators do less."""
-        if not self.iteration_secs:
-            return None
-        expected, most = self.recovery_iterations
-        return expected * self.iteration_secs, most * self.iteration_secs
-
-    def heaviest_by_size(self, most: int) -> tuple[int, ...]:
-        """Bytes of the heaviest slot of the best window of at most 1, 2, ... ``most`` slots: why W is what it is."""
-        return tuple(
-            max(slot_bytes(balance(self.window.order, self.sizes, size), self.sizes)) for size in range(1, most + 1)
-        )
-
-    @property
     def warning(self) -> str | None:
         """One sentence if this window's snapshots take longer than they may, or host memory has no room for the window
         that was wanted; None if neither is so, or if unknown.
 
         Without the portion of an iteration being set, an excess that nobody would notice is not worth a sentence.
         """
-        warnings = [warning for warning in (self._memory_warning, self._time_warning) if warning is not None]
+        warnings = [warning for warning in (self.memory_warning, self.time_warning) if warning is not None]
         return "; ".join(warnings) if warnings else None
 
     @property
-    def _memory_warning(self) -> str | None:
+    def memory_warning(self) -> str | None:
+        """The part of ``warning`` that is about host memory."""
         if self.unlimited_size in (None, self.size) or self.snapshot_bytes is None:
             return None
         budget = self.snapshot_bytes * self.at_once
@@ -169,14 +150,15 @@ class WindowReport:
         )
 
     @property
-    def _time_warning(self) -> str | None:
+    def time_warning(self) -> str | None:
+        """The part of ``warning`` that is about the time of an iteration."""
         if self.fits is not False or self.iteration_secs is None:
             return None
         stall, mean = self.stall_secs or 0.0, self.mean_stall_secs or 0.0
         noticed = stall >= _NOTICED * self.iteration_secs
         if not noticed and self.budget_fraction >= 1:
             return None
-        what = f"snapshots of a window of W = {self.size} do not fit in {_part(self.budget_fraction)}an iteration"
+        what = f"snapshots of a window of W = {self.size} do not fit in {part_of(self.budget_fraction)}an iteration"
         heaviest = max(slot.rank_bytes for slot in self.slots)
         numbers = f"{heaviest:,} bytes per rank at most, {self.limit_bytes or 0:,} would fit"
         cost = (
@@ -187,87 +169,6 @@ class WindowReport:
         )
         return f"{what} ({numbers}); {cost}"
 
-    def table(self, human: Callable[[int], str] = "{:,}".format) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-        """(columns, one row per slot) as text. ``human`` writes a number of bytes."""
-        columns = ["slot", "anchored", "frozen", "full", "compute", "both", "of dense", "per rank"]
-        if self.limit_bytes is not None:
-            columns += ["of iteration", "stall"]
-        rows = []
-        for number, slot in enumerate(self.slots):
-            row = [str(number), str(len(slot.anchors)), str(slot.frozen)]
-            row += [human(nbytes) for nbytes in (slot.full_bytes, slot.compute_bytes, slot.nbytes)]
-            row += [_share(slot.nbytes, self.dense_bytes), human(slot.rank_bytes)]
-            if slot.secs is not None and slot.stall_secs is not None and self.iteration_secs:
-                row += [f"{slot.secs / self.iteration_secs:.1%}", f"{slot.stall_secs:.3g} s"]
-            rows.append(tuple(row))
-        return tuple(columns), rows
 
-    def sentences(self, human: Callable[[int], str] = "{:,} bytes".format) -> Iterator[str]:
-        """Returns sentences that say what the table does not show."""
-        dense, count = self.dense_bytes, len(self.window.order)
-        yield (
-            f"W = {self.size}: {count} operators, dense {human(dense)}; heaviest slot "
-            f"{_share(self.heaviest_bytes, dense)} of that, mean {_share(self.mean_bytes, dense)}"
-        )
-        if self._memory_warning is not None:
-            yield self._memory_warning
-        limit = self.limit_bytes
-        if limit is not None and self.bytes_per_sec is not None:
-            verdict = self._time_warning or ("every slot fits" if self.fits else "no slot takes noticeably longer")
-            yield (
-                f"limit per rank and iteration: {human(limit)} ({_part(self.budget_fraction)}{self.iteration_secs:g} s "
-                f"at {human(int(self.bytes_per_sec))}/s, {self.ranks} rank{'s' * (self.ranks > 1)}); {verdict}"
-            )
-        expected, most = self.recovery_iterations
-        secs = self.recovery_secs
-        times = "" if secs is None else f" ({secs[0]:.3g} s and {secs[1]:.3g} s)"
-        yield f"recovery trains {expected:g} iterations again on average, {most} at most{times}"
-
-    def __str__(self) -> str:
-        columns, rows = self.table()
-        widths = [max(map(len, column)) for column in zip(columns, *rows, strict=True)]
-        lines = ["  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in (columns, *rows)]
-        return "\n".join([*lines, *self.sentences()])
-
-    def to_dict(self) -> dict[str, Any]:
-        """All of it as plain data, ready for JSON. Bytes of all ranks together unless named otherwise."""
-        slots = [
-            {
-                "anchors": list(slot.anchors),
-                "frozen_operators": slot.frozen,
-                "bytes": slot.nbytes,
-                **{name: getattr(slot, name) for name in _OF_A_SLOT},
-            }
-            for slot in self.slots
-        ]
-        iterations, secs = self.recovery_iterations, self.recovery_secs or (None, None)
-        return {
-            "start": self.window.start,
-            "window": self.size,
-            "operators": len(self.window.order),
-            **{name: getattr(self, name) for name in _OF_A_WINDOW},
-            "recovery": {
-                "expected_iterations": iterations[0],
-                "most_iterations": iterations[1],
-                "expected_secs": secs[0],
-                "most_secs": secs[1],
-            },
-            "frequencies": None if self.window.frequencies is None else dict(self.window.frequencies),
-            "slots": slots,
-        }
-
-
-_OF_A_SLOT = ("full_bytes", "compute_bytes", "rank_bytes", "secs", "stall_secs")
-_OF_A_WINDOW = (
-    *("dense_bytes", "heaviest_bytes", "mean_bytes", "ranks", "iteration_secs", "bytes_per_sec", "budget_fraction"),
-    *("snapshot_bytes", "limit_bytes", "fits", "stall_secs", "mean_stall_secs"),
-)
-"""Fields that ``to_dict`` gives by their names."""
-
-
-def _share(nbytes: float, of: int) -> str:
-    return f"{nbytes / of:.1%}" if of else "-"
-
-
-def _part(fraction: float) -> str:
+def part_of(fraction: float) -> str:
     return "" if fraction == 1 else f"{fraction:.0%} of "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from math import lcm
@@ -273,7 +273,7 @@ class Guarded(Wrapper):
         if self.action == "escalate" or (self.action == "stop" and not context.run.lost_tokens):
             return _adding(plan, context, more)
         halt = self._why(context, stored) if self.action == "stop" else None
-        return replace(_adding_all(plan, context), halt=plan.halt or halt)
+        return replace(_adding(plan, context, context.model.catalog.expert_at.values()), halt=plan.halt or halt)
 
     def _needed(self, context: PolicyContext, stored: set[Expert]) -> tuple[Expert, ...]:
         """Experts to save beside ``stored``, so that both budgets hold."""
@@ -310,7 +310,7 @@ class Guarded(Wrapper):
         return {**description, **momentary}
 
 
-def _adding(plan: SnapshotPlan, context: PolicyContext, experts: tuple[Expert, ...]) -> SnapshotPlan:
+def _adding(plan: SnapshotPlan, context: PolicyContext, experts: Iterable[Expert]) -> SnapshotPlan:
     """``plan`` with ``experts`` sent to storage too, in the order of the catalog; what stays in host memory follows."""
     chosen = {*plan.full, *(expert_id(*expert) for expert in experts)}
     stored = tuple(op for op in context.model.catalog.everything if op in chosen)
@@ -319,11 +319,3 @@ def _adding(plan: SnapshotPlan, context: PolicyContext, experts: tuple[Expert, .
         return tuple(op for op in operators if op not in chosen)
 
     return replace(plan, full=stored, memory_only=rest(plan.memory_only), gradients=rest(plan.gradients))
-
-
-def _adding_all(plan: SnapshotPlan, context: PolicyContext) -> SnapshotPlan:
-    planned = experts_of(context, plan.full)
-    every = {
-        (op.layer, op.expert) for op in context.model.catalog.experts if op.layer is not None and op.expert is not None
-    }
-    return _adding(plan, context, tuple(sorted(every - planned)))

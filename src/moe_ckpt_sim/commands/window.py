@@ -129,9 +129,11 @@ def _policy(args: argparse.Namespace) -> MoEvement:
 
 
 def _facts(directory: str, policy: MoEvement, report: WindowReport, explain: bool) -> dict[str, Any]:
-    facts = {"checkpoint": directory, "policy": policy.describe(), **report.to_dict()}
+    from moe_ckpt_sim.planner.window_text import facts_of, heaviest_by_size
+
+    facts = {"checkpoint": directory, "policy": policy.describe(), **facts_of(report)}
     if explain:
-        facts["heaviest_bytes_by_window"] = list(report.heaviest_by_size(_most(report)))
+        facts["heaviest_bytes_by_window"] = list(heaviest_by_size(report, _most(report)))
     return facts
 
 
@@ -143,6 +145,7 @@ def _most(report: WindowReport) -> int:
 def _show(directory: str, context: PolicyContext, report: WindowReport, explain: bool) -> None:
     from moe_ckpt.core.user_text import human_bytes
     from moe_ckpt.tables import print_table, wrapped
+    from moe_ckpt_sim.planner.window_text import sentences, table
 
     catalog, ranks = context.model.catalog, f"{report.ranks} rank{'s' * (report.ranks > 1)}"
     others = f"{len(catalog.always_saved)} other operators; dealt over {ranks}"
@@ -151,8 +154,8 @@ def _show(directory: str, context: PolicyContext, report: WindowReport, explain:
         note = "note: it holds no optimizer state (taken before the first step?), so a dense one would be larger"
         print(wrapped(note))
     print()
-    print_table(*report.table(human_bytes))
-    for sentence in report.sentences(human_bytes):
+    print_table(*table(report, human_bytes))
+    for sentence in sentences(report, human_bytes):
         print(wrapped(sentence))
     if explain:
         print()
@@ -165,10 +168,11 @@ def _show_choice(report: WindowReport) -> None:
     """The heaviest slot for windows of other lengths: why W is what it is."""
     from moe_ckpt.core.user_text import human_bytes
     from moe_ckpt.tables import print_table
+    from moe_ckpt_sim.planner.window_text import heaviest_by_size
 
     limit = report.limit_bytes
     rows = []
-    for size, nbytes in enumerate(report.heaviest_by_size(_most(report)), start=1):
+    for size, nbytes in enumerate(heaviest_by_size(report, _most(report)), start=1):
         share = -(-nbytes // report.ranks)
         fits = "?" if limit is None else "yes" if share <= limit else "no"
         dense = f"{nbytes / report.dense_bytes:.1%}" if report.dense_bytes else "-"

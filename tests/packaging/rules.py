@@ -25,10 +25,11 @@ GUESTS = ("boost", "bubbles", "localized", "inprocess", "gradient_log", "survivo
 """Features that a run may do without: each may import every layer, but no other guest."""
 DOORS = {
     "driver.run": ("survivors",),
-    "callbacks.fit": ("boost", "gradient_log", "windows"),
+    "driver.torch_model": ("boost",),
+    "callbacks.fit": ("gradient_log", "windows"),
     "callbacks.host": ("windows",),
     "megatron.checkpoint": ("boost", "bubbles", "localized", "gradient_log"),
-    "plain.checkpoint": ("boost", "gradient_log"),
+    "plain.checkpoint": ("gradient_log",),
     "recovery.executing": ("windows",),
     "cli.densify": ("gradient_log",),
 }

@@ -263,14 +263,14 @@ def test_training_that_must_stall_gets_the_longest_window_and_the_report_says_by
         "snapshots of a window of W = 4 do not fit in an iteration (48 bytes per rank at most, 10 would fit); training "
         "stalls by up to 1.9 s per iteration (380%), 1.6 s on average"
     )
-    assert "training stalls by up to 1.9 s" in str(report)
+    assert "training stalls by up to 1.9 s" in "\n".join(sentences(report))
 
 
 def test_a_stall_of_nothing_is_no_warning():
     report = with_constants(MoEvement, max_window=2)().explain(facts(measured=at(71.9)))
     assert (report.fits, report.stall_secs) == (False, pytest.approx(72 / 71.9 - 1))
     assert report.warning is None
-    assert str(report).count("no slot takes noticeably longer") == 1
+    assert "\n".join(sentences(report)).count("no slot takes noticeably longer") == 1
     assert "(3%)" in with_constants(MoEvement, max_window=2)().explain(facts(measured=at(70.0))).warning
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import os
 import sys
@@ -23,17 +22,11 @@ from moe_ckpt.callbacks.loop_position import end_whole_epoch, forget_broken_fit,
 from moe_ckpt.callbacks.step_log import StepLog
 from moe_ckpt.callbacks.support import boost_refusal, buckets_of, inexact, require_restartable, warn_of_timers
 from moe_ckpt.callbacks.update_watch import UpdateWatch
-from moe_ckpt.comm.communicator import make_communicator
-from moe_ckpt.core.operators import Catalog
 from moe_ckpt.driver.guests import GradientLogging
 from moe_ckpt.driver.run import CLOSE_SECS, Driver
 from moe_ckpt.driver.states import Action, Moment, State
+from moe_ckpt.driver.torch_model import open_torch
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.modeling.discover import build_catalog, find_moe_layers
-from moe_ckpt.modeling.module_state import FrozenExperts
-from moe_ckpt.modeling.names import tied_aliases
-from moe_ckpt.modeling.routing import RoutingCounter
-from moe_ckpt.policies.base import GATE_WEIGHTS
 from moe_ckpt.reading.reader import open_step
 from moe_ckpt.recovery.resume import other_ranks
 from moe_ckpt.run.documents import read_finished
@@ -70,47 +63,26 @@ class Fit:
         k: int | None,
         stopwatch: Stopwatch,
     ) -> None:
-        layers = find_moe_layers(module)
-        catalog = build_catalog(module, layers)
-        options.policy.check(catalog)
         self.host = LightningHost(trainer, module, options, self._count_update)
         self.driver = Driver(self.host, options, _ADVICE, stopwatch)
         self.stopwatch = stopwatch
         self._policy = type(options.policy).__name__
         self.buckets = buckets_of(trainer)
-        on_device = trainer.strategy.root_device.type == "cuda"
-        passes = self.host.passes
         self.step_log = StepLog(k, trainer)
-        parameters = functools.partial(self.host.state.parameters, described=True)
-        # Looked for at every update, hence only where experts may come back older.
-        frozen = FrozenExperts(catalog, parameters) if options.needs.partial else None
-        soft = options.needs.popularity == GATE_WEIGHTS
-        self._counter = RoutingCounter(module, layers, soft=soft, frozen=frozen, passes=passes, stopwatch=stopwatch)
-        try:
-            comm = make_communicator(options.timeout_secs, late=on_device)
-            boost = None
-            if options.needs.boost is not None:
-                from moe_ckpt.boost.ports import boost_of_layers
-
-                refused = boost_refusal(trainer.strategy)
-                boost = boost_of_layers(options.needs.boost, layers, passes, comm, stopwatch, refused)
-            self.driver.open(
-                comm,
-                catalog,
-                self.host.state,
-                aliases=tied_aliases(module),
-                observers=[self.step_log],
-                boost=boost,
-                open_log=self._open_log,
-                pinned=on_device,
-                local_ranks=getattr(trainer.strategy, "num_processes", 1),
-            )
-        except BaseException:
-            self._counter.close()
-            raise
+        self._counter = open_torch(
+            self.driver,
+            module,
+            self.host.state,
+            self.host.passes,
+            on_device=trainer.strategy.root_device.type == "cuda",
+            no_boost=boost_refusal(trainer.strategy),
+            observers=[self.step_log],
+            open_log=self._open_log,
+            local_ranks=getattr(trainer.strategy, "num_processes", 1),
+        )
         self.session = self.driver.session
         if options.needs.windows:
-            self._watch_windows(catalog)
+            self._watch_windows()
         self._own_callbacks: Collection[Callback] = ()
         self._watch = UpdateWatch(self)
 
@@ -119,10 +91,10 @@ class Fit:
 
         return fit_log(self.host.trainer, self.host.module, self.driver)
 
-    def _watch_windows(self, catalog: Catalog) -> None:
+    def _watch_windows(self) -> None:
         from moe_ckpt.windows.lightning import Windows
 
-        host = self.host
+        host, catalog = self.host, self.session.catalog
         host.windows = Windows(host.trainer, host.module, catalog, host.state, self._policy, self.stopwatch)
 
     # --- before training ---
@@ -157,7 +129,7 @@ class Fit:
             if ended and driver.restored_step is not None:
                 driver.say.gone_back(driver.restored_step, before)
         if driver.replaying is not None and host.windows is None:
-            self._watch_windows(self.session.catalog)
+            self._watch_windows()
         if driver.replaying is not None and host.windows is not None:
             host.windows.resumed(driver.replaying)
 

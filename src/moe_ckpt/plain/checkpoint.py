@@ -8,27 +8,25 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from moe_ckpt.comm.communicator import make_communicator
 from moe_ckpt.driver.attached import AttachedCheckpoint
 from moe_ckpt.driver.guests import GradientLogging
 from moe_ckpt.driver.host import Stateful
 from moe_ckpt.driver.run import Driver
 from moe_ckpt.driver.states import Action, Moment
+from moe_ckpt.driver.torch_model import open_torch
 from moe_ckpt.errors import ConfigError, UnsupportedError
 from moe_ckpt.modeling.bucket_order import BucketOrder
-from moe_ckpt.modeling.discover import build_catalog, find_moe_layers
-from moe_ckpt.modeling.module_state import FrozenExperts
-from moe_ckpt.modeling.names import tied_aliases
 from moe_ckpt.modeling.rng import capture_rng, restore_rng
-from moe_ckpt.modeling.routing import RoutingCounter, TrainingPasses
+from moe_ckpt.modeling.routing import TrainingPasses
 from moe_ckpt.plain.host import PlainHost, Position
-from moe_ckpt.policies.base import GATE_WEIGHTS, Policy
+from moe_ckpt.policies.base import Policy
 from moe_ckpt.recovery.replay import StepSource
 from moe_ckpt.run.events import StepRecord
 from moe_ckpt.run.options import Options, OptionValues, make_options
@@ -100,44 +98,25 @@ class PlainCheckpoint(AttachedCheckpoint):
                 "stateful={'lr': scheduler}, so that a restart finds each again"
             )
         module = model.module if isinstance(model, DistributedDataParallel) else model
-        layers = find_moe_layers(module)
-        catalog = build_catalog(module, layers)
-        options.policy.check(catalog)
-        on_device = torch.cuda.is_available()
-        comm = make_communicator(options.timeout_secs, late=on_device)
-        super().__init__(PlainHost(module, optimizers, stateful, comm.world_size), options)
-        stopwatch, passes = self.stopwatch, TrainingPasses()
+        ranks = dist.get_world_size() if dist.is_initialized() else 1
+        super().__init__(PlainHost(module, optimizers, stateful, ranks), options)
+        passes = TrainingPasses()
         passes.in_batch = True  # a forward pass in eval mode is training's if it records gradients
-        parameters = functools.partial(self._host.state.parameters, described=True)
-        frozen = FrozenExperts(catalog, parameters) if options.needs.partial else None
-        soft = options.needs.popularity == GATE_WEIGHTS
-        self._counter = RoutingCounter(module, layers, soft=soft, frozen=frozen, passes=passes, stopwatch=stopwatch)
-        try:
-            boost = None
-            if options.needs.boost is not None:
-                from moe_ckpt.boost.ports import boost_of_layers
-
-                boost = boost_of_layers(options.needs.boost, layers, passes, comm, stopwatch)
-            self._driver.open(
-                comm,
-                catalog,
-                self._host.state,
-                aliases=tied_aliases(module),
-                boost=boost,
-                open_log=functools.partial(_open_log, optimizers, module, self._driver),
-                pinned=on_device,
-                local_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
-            )
-        except BaseException:
-            self._counter.close()  # a caller may catch this and train without checkpoints
-            self._driver.close(0.0)
-            raise
-        self._buckets = BucketOrder.of(model, comm.world_size)
+        self._counter = open_torch(
+            self._driver,
+            module,
+            self._host.state,
+            passes,
+            on_device=torch.cuda.is_available(),
+            open_log=functools.partial(_open_log, optimizers, module, self._driver),
+            local_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
+        )
+        self._buckets = BucketOrder.of(model, ranks)
         self._updates = self._applied = 0
         self._optimizers, self._stepped = len(optimizers), set[int]()
         self._undo: list[Callable[[], None]] = []
         for optimizer in optimizers:
-            before, after = stopwatch.around(self._before_update), stopwatch.around(self._updated)
+            before, after = map(self.stopwatch.around, (self._before_update, self._updated))
             self._undo.append(optimizer.register_step_pre_hook(before).remove)
             self._undo.append(optimizer.register_step_post_hook(after).remove)
 

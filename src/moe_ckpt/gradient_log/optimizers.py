@@ -21,7 +21,7 @@ from moe_ckpt.errors import UnsupportedError
 from moe_ckpt.gradient_log.units import Pieces, Tensors, Unit, UnitBlock
 from moe_ckpt.ledger.coverage import Box
 from moe_ckpt.modeling.blocks import block_in
-from moe_ckpt.modeling.optimizer_state import ELEMENTWISE, IMPLEMENTATION_FLAGS, class_name, fitted, name_of
+from moe_ckpt.modeling.optimizer_state import ELEMENTWISE, IMPLEMENTATION_FLAGS, class_name, fitted
 
 WEIGHT = ""
 """Kind of a block of what is updated: master weights, or weights where there are none."""
@@ -101,7 +101,7 @@ def class_named(name: str) -> type[Optimizer]:
         UnsupportedError: It is not known.
     """
     for kind in _COUPLINGS:
-        if name_of(kind) == name:
+        if class_name(kind) == name:
             return kind
     raise UnsupportedError(
         f"optimizer class {name} is not registered: call moe_ckpt.gradient_log.optimizers.register() first (moe-ckpt "

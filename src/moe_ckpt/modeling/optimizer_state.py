@@ -41,13 +41,9 @@ scaled by a norm over the whole parameter), and of what is not known it must be 
 _TORCH = "torch.optim."
 
 
-def class_name(optimizer: Optimizer) -> str:
+def class_name(of: Optimizer | type[Optimizer]) -> str:
     """Returns the qualified name of an optimizer's class; torch's own as ``torch.optim.<name>`` wherever they live."""
-    return name_of(type(optimizer))
-
-
-def name_of(kind: type[Optimizer]) -> str:
-    """Returns ``class_name`` of the instances of a class."""
+    kind = of if isinstance(of, type) else type(of)
     module = _TORCH if getattr(torch.optim, kind.__qualname__, None) is kind else f"{kind.__module__}."
     return module + kind.__qualname__
 
@@ -199,13 +195,6 @@ Unsliced = tuple[str, torch.Tensor, str, torch.Tensor]
 def is_unsliced(parameter: torch.Tensor, value: object) -> bool:
     """Returns whether a value of a parameter's state is a tensor that no slice can hold."""
     return isinstance(value, torch.Tensor) and not (value.numel() and parameter.numel())
-
-
-def read_empty(parameters: Iterable[tuple[str, torch.Tensor]]) -> dict[str, dict[str, Any]]:
-    """Returns {name: description} of those that still have no elements."""
-    return {
-        name: described(parameter, f"parameter {name!r}") for name, parameter in parameters if not parameter.numel()
-    }
 
 
 def find_unsliced(states: Iterable[tuple[str, torch.Tensor, Mapping[str, Any]]]) -> list[Unsliced]:

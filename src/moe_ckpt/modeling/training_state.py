@@ -15,6 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from moe_ckpt.errors import ConfigError, UnsupportedError
+from moe_ckpt.format import contents
 from moe_ckpt.format.dtypes import dtype_name
 from moe_ckpt.modeling import module_state, pretrained
 from moe_ckpt.modeling.blocks import block_of, fsdp_modules, is_dtensor, is_sharded, reshard
@@ -29,7 +30,6 @@ from moe_ckpt.modeling.optimizer_state import (
     find_unsliced,
     is_unsliced,
     make_tensor,
-    read_empty,
     read_groups,
     read_unsliced,
     require_same_class,
@@ -129,7 +129,7 @@ class TorchTrainingState:
         pretrained_models = {"pretrained": self._pretrained} if self._pretrained else {}
         frozen = {"frozen": self._frozen.names(walk.parameters)}
         module = module_state.read(self._model, self._varying, walk)
-        empty = read_empty(walk.unsliced)
+        empty = {name: contents.described(p, f"parameter {name!r}") for name, p in walk.unsliced if not p.numel()}
         unsliced = {"unsliced": empty} if empty else {}
         return {**module, "optimizers": optimizers, **frozen, **pretrained_models, **unsliced}
 

@@ -24,8 +24,8 @@ from moe_ckpt.driver.run import CLOSE_SECS
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.megatron.checkpoint import MegatronCheckpoint
 from moe_ckpt.megatron.loop import Progress
-from moe_ckpt.megatron.model.topology import is_rank_zero
 from moe_ckpt.megatron.script import counters_of, rerun_machine, set_counters
+from moe_ckpt.megatron.world import is_rank_zero
 from moe_ckpt.notices import announce
 from moe_ckpt.policies.base import Policy
 from moe_ckpt.run.options import OptionValues, make_options

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -85,7 +86,7 @@ def train(place: str) -> None:
     print(os.getpid(), flush=True)
     memory = Memory(directory=Path(place, "memory"), storage_every=100)
     with Life(LocalStorage(Path(place, "store")), policy=Dense(every_n_steps=100), memory=memory) as life:
-        surviving = Surviving(life.session.follow(Survivor), 20.0, "step", 0)
+        surviving = Surviving(life.session.follow(Survivor), 0, SimpleNamespace(unit="step"), 20.0)
         surviving.termination.watch()
         life.go(3, settle=True)
         surviving.enter(Moment.RESTING)

@@ -6,6 +6,7 @@ import logging
 import signal
 import sys
 import threading
+from types import SimpleNamespace
 
 import pytest
 
@@ -45,7 +46,7 @@ def recorder():
 
 @pytest.fixture
 def surviving(recorder):
-    found = Surviving(recorder, secs=20, unit="step", rank=0)
+    found = Surviving(recorder, 0, SimpleNamespace(unit="step"), secs=20)
     with found.booking():
         assert not found.is_whole
         assert found.ends_soon
@@ -111,7 +112,7 @@ def test_an_update_that_is_made_is_sealed_once_somebody_can_count_its_step(recor
         return counts
 
     recorder.done.set()
-    surviving = Surviving(recorder, secs=20, unit="step", rank=0, count=count)
+    surviving = Surviving(recorder, 0, SimpleNamespace(unit="step", step=6, count_update=count), secs=20)
     surviving.enter(Moment.WRITTEN)
     assert surviving.ends_soon
     assert not surviving.is_whole

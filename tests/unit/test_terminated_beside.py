@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -55,7 +56,7 @@ def train(place: str, how: str) -> None:
     signal.signal(signal.SIGTERM, raises if how == "raises" else handler)
     memory = Memory(directory=Path(place, "memory"), storage_every=100)
     with Life(LocalStorage(Path(place, "store")), policy=Dense(every_n_steps=100), memory=memory) as life:
-        surviving = Surviving(life.session.follow(Survivor), SEALING_SECS, "step", 0)
+        surviving = Surviving(life.session.follow(Survivor), 0, SimpleNamespace(unit="step"), SEALING_SECS)
         surviving.termination.watch()
         life.go(3, settle=True)
         surviving.enter(Moment.RESTING)

@@ -146,9 +146,11 @@ class Driver:
         self.say.setup(self.options, catalog, state.specs(), tensors, comm.world_size)
         self._resume = functools.partial(resume_newest, storage, comm, state)
         if self.options.memory is not None and self.options.memory.sealing_secs:
-            from moe_ckpt.survivors.stopping import survivors_of
+            from moe_ckpt.survivors.newest_step import Survivor
+            from moe_ckpt.survivors.stopping import Surviving
 
-            self.survivors = survivors_of(session, self._host, localized, self.options.memory.sealing_secs)
+            secs = self.options.memory.sealing_secs
+            self.survivors = Surviving(session.follow(Survivor), comm.rank, self._host, secs, localized)
         self.lifecycle.move(Action.OPEN, "open()")
         if localized is not None:
             localized.open(session)

@@ -8,14 +8,13 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 from moe_ckpt.core.user_text import human_bytes
 from moe_ckpt.driver.guests import LocalizedRecovery
 from moe_ckpt.driver.host import Host
 from moe_ckpt.driver.states import Moment
 from moe_ckpt.notices import announce
-from moe_ckpt.session.session import CheckpointSession
 from moe_ckpt.survivors.newest_step import Survived, Survivor
 from moe_ckpt.survivors.termination import Termination
 
@@ -30,11 +29,9 @@ class Surviving:
 
     Args:
         survivor: The session's.
-        secs: The longest that sealing may take.
-        unit: What the framework calls a step.
         rank: Of this process.
-        newest: Returns the newest step that was counted.
-        count: See ``Host.count_update``.
+        host: Adapter of the run.
+        secs: The longest that sealing may take.
         localized: Its log is completed as well; None if there is none.
 
     Attributes:
@@ -45,18 +42,15 @@ class Surviving:
     def __init__(
         self,
         survivor: Survivor,
-        secs: float,
-        unit: str,
         rank: int,
-        *,
-        newest: Callable[[], int] = lambda: 0,
-        count: Callable[[], bool] = lambda: False,
+        host: Host,
+        secs: float,
         localized: LocalizedRecovery | None = None,
     ) -> None:
-        self._newest, self._count, self._localized = newest, count, localized
+        self._host, self._localized = host, localized
         self.moment = Moment.UNKNOWN
         self.termination = Termination(self, secs)
-        self._survivor, self._secs, self._unit, self._rank = survivor, secs, unit, rank
+        self._survivor, self._secs, self._unit, self._rank = survivor, secs, host.unit, rank
         self._once = threading.Lock()
         self._sealing = threading.RLock()
         self._pid = os.getpid()
@@ -203,33 +197,12 @@ class Surviving:
     def _uncounted(self) -> tuple[str, str] | None:
         """Counts the step whose update is made. If it cannot: returns which step that is, and why."""
         try:
-            if self._count():
+            if self._host.count_update():
                 return None
         except Exception as error:  # whatever it is, older checkpoints count, and training ends as without us
             return f"the newest {self._unit}", str(error)
-        step = f"{self._unit} {self._newest() + 1}"
+        step = f"{self._unit} {self._host.step + 1}"
         return step, f"its update is made, but the loop has not come to the end of the {self._unit}"
-
-
-def survivors_of(session: CheckpointSession, host: Host, localized: LocalizedRecovery | None, secs: float) -> Surviving:
-    """Returns what seals the newest step of a run when training stops. Before training.
-
-    Args:
-        session: Of the run.
-        host: Its adapter.
-        localized: As of ``Surviving``.
-        secs: Likewise.
-    """
-    survivor = session.follow(Survivor)
-    return Surviving(
-        survivor,
-        secs,
-        host.unit,
-        session.comm.rank,
-        newest=lambda: host.step,
-        count=host.count_update,
-        localized=localized,
-    )
 
 
 @contextlib.contextmanager

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from moe_ckpt.megatron import checkpoint, host, hyperparameters
+from moe_ckpt.megatron import checkpoint, host, optimizers
 from moe_ckpt.megatron.training_state import MegatronTrainingState
 from moe_ckpt.modeling.rng import restore_rng
 from moe_ckpt.reading import shared_reading
@@ -87,13 +87,13 @@ def _load_steps(wanted: Callable[[replay.WindowReplay, int], bool]) -> None:
 
 
 def step_count_not_loaded() -> None:
-    hyperparameters.write_step = lambda optimizer, step: None
+    optimizers.write_step = lambda optimizer, step: None
 
 
 def loss_scale_not_loaded() -> None:
-    write = hyperparameters.write
+    write = optimizers.write_plain
     checkpoint_write = lambda optimizer, stored: write(optimizer, {**stored, "scalers": []})  # noqa: E731
-    hyperparameters.write = checkpoint_write
+    optimizers.write_plain = checkpoint_write
 
 
 def buffers_not_loaded() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.megatron import hyperparameters
+from moe_ckpt.megatron import optimizers
 from tests.support.megatron_gpt import Setup
 from tests.support.megatron_move import Stop, journey
 from tests.support.processes import run_ranks
@@ -52,10 +52,10 @@ L2Adam.__name__ = L2Adam.__qualname__ = "FusedAdam"
 
 
 def plain_of(monkeypatch, kind: type[torch.optim.Optimizer]) -> tuple[object, dict]:
-    monkeypatch.setattr(hyperparameters, "leaves", lambda optimizer: optimizer)
+    monkeypatch.setattr(optimizers, "leaves", lambda optimizer: optimizer)
     inner = kind([torch.zeros(1)])
     found = [SimpleNamespace(optimizer=inner)]
-    return found, {"optimizer_classes": hyperparameters.read_classes(found)}
+    return found, {"optimizer_classes": optimizers.read_classes(found)}
 
 
 TORCH = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
@@ -67,13 +67,13 @@ def test_builds_of_one_optimizer_are_alike_and_kinds_are_not(monkeypatch):
         for here in (*TORCH, FusedAdam, L2Adam):
             stored, running = plain_of(monkeypatch, there)[1], plain_of(monkeypatch, here)[0]
             if there is here or {(there, here), (here, there)} & alike:
-                hyperparameters.require_same_kind(running, stored)
+                optimizers.require_same_kind(running, stored)
             else:
                 with pytest.raises(ConfigError, match=r"SGD|Adam"):
-                    hyperparameters.require_same_kind(running, stored)
+                    optimizers.require_same_kind(running, stored)
 
 
 def test_ranks_without_an_optimizer_refuse_nothing(monkeypatch):
     _, stored = plain_of(monkeypatch, torch.optim.SGD)
-    hyperparameters.require_same_kind([], stored)
-    hyperparameters.require_same_kind(plain_of(monkeypatch, torch.optim.Adam)[0], {"optimizer_classes": []})
+    optimizers.require_same_kind([], stored)
+    optimizers.require_same_kind(plain_of(monkeypatch, torch.optim.Adam)[0], {"optimizer_classes": []})

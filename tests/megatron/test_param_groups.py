@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_ckpt.megatron import hyperparameters
+from moe_ckpt.megatron import optimizers
 from tests.support.megatron_acts import goes_on
 from tests.support.megatron_gpt import Built, Setup
 from tests.support.processes import run_ranks
@@ -24,8 +24,7 @@ def group(wd_mult: float = 1.0, expert: bool = False, **values: Any) -> dict[str
 def optimizer(monkeypatch: pytest.MonkeyPatch, *leaves: list[dict[str, Any]]) -> Any:
     """Stands for ``leaves``: of a chained optimizer, those of each Megatron optimizer in it."""
     found = [SimpleNamespace(optimizer=_Inner(groups), grad_scaler=None) for groups in leaves]
-    for module in ("hyperparameters", "optimizers"):
-        monkeypatch.setattr(f"moe_ckpt.megatron.{module}.leaves", lambda optimizer: optimizer)
+    monkeypatch.setattr(optimizers, "leaves", lambda optimizer: optimizer)
     return found
 
 
@@ -36,9 +35,9 @@ class _Inner(torch.optim.AdamW):
 
 
 def moved(monkeypatch: pytest.MonkeyPatch, there: list[list[dict[str, Any]]], here: list[list[dict[str, Any]]]):
-    stored = hyperparameters.read(optimizer(monkeypatch, *there))
+    stored = optimizers.read_plain(optimizer(monkeypatch, *there))
     live = optimizer(monkeypatch, *here)
-    hyperparameters.write(live, stored)
+    optimizers.write_plain(live, stored)
     return [list(leaf.optimizer.param_groups) for leaf in live]
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from moe_ckpt.driver.host import loading_state
 from moe_ckpt.errors import StoreError
-from moe_ckpt.megatron.hyperparameters import as_plain, changes
+from moe_ckpt.megatron.optimizers import as_plain, changes
 
 DENSE = {"wd_mult": 1.0, "is_expert_parallel": False}
 EXPERT = {"wd_mult": 1.0, "is_expert_parallel": True}

@@ -17,9 +17,9 @@ from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.interop.weights import LoadedWeights
 from moe_ckpt.interop.whole import all_buffers
 from moe_ckpt.megatron.compat import megatron_core
-from moe_ckpt.megatron.hyperparameters import SCHEDULER, changes, configured, write_settings
 from moe_ckpt.megatron.inventory import ModelInventory
 from moe_ckpt.megatron.loop import Loop, Progress
+from moe_ckpt.megatron.optimizers import SCHEDULER, changes, configured, write_settings
 from moe_ckpt.megatron.training_state import RESTING, MegatronTrainingState
 from moe_ckpt.megatron.world import layout
 from moe_ckpt.modeling.rng import Generators, capture_rng, restore_rng

@@ -20,7 +20,7 @@ from moe_ckpt.errors import ConfigError
 from moe_ckpt.format.dtypes import TORCH_DTYPES, dtype_name
 from moe_ckpt.format.sealed import FixedStrings
 from moe_ckpt.interop import weights
-from moe_ckpt.megatron import hyperparameters
+from moe_ckpt.megatron import optimizers
 from moe_ckpt.megatron.blocks import BlockPart, Placed, placed_blocks
 from moe_ckpt.megatron.compat import megatron_core
 from moe_ckpt.megatron.inventory import LiveParameter, ModelInventory
@@ -254,8 +254,8 @@ class MegatronTrainingState:
     def plain(self, *, described: bool = False) -> dict[str, Any]:
         return {
             "buffers": dict(self._inventory.buffers),
-            "optimizer": hyperparameters.read(self._optimizer),
-            "optimizer_classes": hyperparameters.read_classes(self._optimizer),
+            "optimizer": optimizers.read_plain(self._optimizer),
+            "optimizer_classes": optimizers.read_classes(self._optimizer),
             **self.trained.read(),
         }
 
@@ -266,7 +266,7 @@ class MegatronTrainingState:
             ConfigError: the optimizer is of another class.
             ConfigError: it has other parameters.
         """
-        hyperparameters.require_same_kind(self._optimizer, plain)
+        optimizers.require_same_kind(self._optimizer, plain)
         self.trained.require_same(plain)
 
     def prepare(self, stored: Mapping[str, TensorMeta]) -> None:
@@ -294,7 +294,7 @@ class MegatronTrainingState:
         with torch.no_grad():
             for name, buffer in self._exact_buffers().items():
                 buffer.copy_(stored[name])
-        hyperparameters.write(self._optimizer, plain["optimizer"])
+        optimizers.write_plain(self._optimizer, plain["optimizer"])
 
     # --- parts ---
 

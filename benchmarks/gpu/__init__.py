@@ -1,0 +1,1 @@
+"""What checkpoints cost on a GPU, measured by one command: ``python -m benchmarks.gpu``."""

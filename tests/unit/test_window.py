@@ -23,7 +23,6 @@ from moe_ckpt.core.window import (
     slot_bytes,
     slot_plan,
 )
-from tests.unit.builders import catalog
 
 
 def pack(order, sizes, limit, most_slots=None):
@@ -270,17 +269,3 @@ def test_owners_take_turns_and_what_each_has_of_a_slot_is_added_up(data, weights
             nbytes[owner_of.get(op)] += weights[op].compute
         even = nbytes.pop(None, 0)
         assert found[at] == -(-even // ranks) + -(-max(nbytes.values(), default=0) // width)
-
-
-def test_the_places_that_a_window_notes_are_those_of_its_operators():
-    """Names are looked up once for the window, and what each slot saves is cut out of that."""
-    model = catalog(2, 6)
-    order = tuple(reversed(model.everything))
-    window = Window(3, (order[:5], order[5:6], order[6:]))
-    for slot in range(window.size):
-        window.note_places(slot, model)
-        for operators in (window.slots[slot], window.frozen(slot)):
-            assert [model.everything[at] for at in model.places_of(operators)] == list(operators)
-    other = catalog(2, 6)
-    window.note_places(1, other)
-    assert [other.everything[at] for at in other.places_of(window.slots[1])] == list(window.slots[1])

@@ -17,7 +17,7 @@ from operator import attrgetter, is_
 import numpy as np
 import numpy.typing as npt
 
-from moe_ckpt.core.operators import Catalog, Remembered
+from moe_ckpt.core.operators import Remembered
 from moe_ckpt.core.placement import Placement
 from moe_ckpt.core.step import SnapshotPlan
 
@@ -94,20 +94,6 @@ class Window:
     @cached_property
     def _frozen(self) -> dict[int, tuple[str, ...]]:
         return {}
-
-    def note_places(self, slot: int, catalog: Catalog) -> None:
-        """Let the catalog know the places of what ``slot`` saves: all names are looked up once for a window."""
-        if not self._places or self._places[0][0] is not catalog:
-            self._places[:] = [(catalog, catalog.places_of(self.order))]
-        [(_, places)] = self._places
-        begin = sum(map(len, self.slots[:slot]))
-        end = begin + len(self.slots[slot])
-        catalog.places_of.note(places[begin:end], self.slots[slot])
-        catalog.places_of.note(places[end:], self.frozen(slot))
-
-    @cached_property
-    def _places(self) -> list[tuple[Catalog, npt.NDArray[np.int64]]]:
-        return []
 
 
 def slot_plan(window: Window, slot: int, step: int) -> SnapshotPlan:
@@ -272,11 +258,8 @@ def lanes_of(order: Sequence[str], placement: Placement) -> tuple[Lane, ...]:
 
 def _lane_in_turns(order: Sequence[str], ranks: int, owners: Mapping[str, int], expert_ranks: int) -> Lane:
     """``order``, with the places of experts that have an owner dealt to the owners, one place each, again and again."""
-    owner_of = _owners_of(order, owners)
-    dealt = _in_turns(owner_of)
-    lane = Lane(tuple(map(order.__getitem__, dealt.tolist())), ranks, owners, expert_ranks)
-    vars(lane)["_owner_numbers"] = owner_of[dealt]  # known already; to look thousands of names up takes long
-    return lane
+    dealt = _in_turns(_owners_of(order, owners))
+    return Lane(tuple(map(order.__getitem__, dealt.tolist())), ranks, owners, expert_ranks)
 
 
 def _in_turns(owner_of: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -114,7 +114,6 @@ class MoEvement:
             if self._waits(context):
                 return SnapshotPlan(context.run.step)
             window, slot = self._begin(context), 0
-        window.note_places(slot, context.model.catalog)
         return slot_plan(window, slot, context.run.step)
 
     def explain(self, context: PolicyContext) -> WindowReport:

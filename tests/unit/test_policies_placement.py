@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_ckpt.core.placement import Placement, interleaved_order
-from moe_ckpt.policies.selection import Request
-from moe_ckpt.policies.selectors import SELECTORS, Dealer, group_of
+from moe_ckpt.policies.selectors import SELECTORS, Dealer, Request, group_of
 from tests.unit.builders import catalog, context
 
 every = pytest.mark.parametrize("selector", SELECTORS.values(), ids=list(SELECTORS))

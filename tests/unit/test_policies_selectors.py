@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_ckpt.core.placement import expert_owner
-from moe_ckpt.policies.selection import Request, interval_steps
-from moe_ckpt.policies.selectors import SELECTORS, STALE_ROUNDS, sequential, sorted_rows
+from moe_ckpt.policies.selectors import SELECTORS, STALE_ROUNDS, Request, interval_steps, sequential, sorted_rows
 from tests.unit.builders import catalog, context, mixed
 
 load_aware = SELECTORS["load_aware"]

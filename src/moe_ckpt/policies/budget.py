@@ -15,7 +15,7 @@ import numpy as np
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies.base import PolicyContext
-from moe_ckpt.policies.selection import Expert, in_shape
+from moe_ckpt.policies.selectors import Expert, in_shape
 
 PLT_BUDGETS = {"default": 0.05, "strict": 0.0375, "loose": 0.075}
 """default: PEC's Dynamic-K. strict: MoC-System (ASPLOS'25). loose: where the PEC paper saw no harm to quality yet."""

@@ -22,7 +22,7 @@ from moe_ckpt.core.tokens import Counts
 from moe_ckpt.core.window import OperatorBytes
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies.base import ALL_SENT, PolicyContext, Sends
-from moe_ckpt.policies.selection import best_first
+from moe_ckpt.policies.selectors import best_first
 
 
 def layer_shares(risk: Sequence[int], sizes: Sequence[int], total: int, first: int = 0) -> tuple[int, ...]:

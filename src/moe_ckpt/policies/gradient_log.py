@@ -21,7 +21,7 @@ from moe_ckpt.core.user_text import named_arguments
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies.base import AS_CONSUMED, BF16, TOKENS, Needs, PolicyContext, Sends
 from moe_ckpt.policies.rolling import LogReport, Rounds, Slots, most_held_bytes_per_parameter
-from moe_ckpt.policies.selection import in_shape
+from moe_ckpt.policies.selectors import in_shape
 
 AUTO = "auto"
 

@@ -18,8 +18,7 @@ from moe_ckpt.errors import ConfigError, no_moe_layer
 from moe_ckpt.policies.base import Needs, PolicyContext, next_multiple, require_positive
 from moe_ckpt.policies.budget import dynamic_k, resolve_budget, top_up
 from moe_ckpt.policies.expert_shares import stages_of
-from moe_ckpt.policies.selection import Expert, Request, interval_steps, storage_steps, tier_of
-from moe_ckpt.policies.selectors import SELECTORS
+from moe_ckpt.policies.selectors import SELECTORS, Expert, Request, interval_steps, storage_steps, tier_of
 
 AUTO = "auto"
 

@@ -31,8 +31,7 @@ from moe_ckpt.policies.base import (
     require_positive,
 )
 from moe_ckpt.policies.expert_shares import Stage, Taking, Together, layer_shares, stages_of, together
-from moe_ckpt.policies.selection import chosen_at_of, interval_steps, storage_steps, unsaved_of
-from moe_ckpt.policies.selectors import STALE_ROUNDS
+from moe_ckpt.policies.selectors import STALE_ROUNDS, chosen_at_of, interval_steps, storage_steps, unsaved_of
 
 MOST_GRADIENTS = 8
 """That an expert is behind its newest full copy on peers: memory keeps all snapshots back to that one, and a recovery

@@ -22,7 +22,7 @@ from moe_ckpt.policies.budget import (
     top_up,
     top_up_mlt,
 )
-from moe_ckpt.policies.selection import Expert, experts_of
+from moe_ckpt.policies.selectors import Expert, experts_of
 
 
 def require_policy(argument: str, policy: Policy) -> None:

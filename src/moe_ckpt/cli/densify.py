@@ -64,7 +64,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     from moe_ckpt.errors import ConfigError
     from moe_ckpt.format.manifest import STORE_NAME
     from moe_ckpt.gradient_log.densify import densify, steps_in_memory
-    from moe_ckpt.reading.reader import StoreReader, locate, require_store
+    from moe_ckpt.reading.reader import locate, open_store
     from moe_ckpt.storage import LocalStorage
     from moe_ckpt.storage.local import access_of
 
@@ -72,7 +72,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     storage, directory = locate(args.store)
     if directory is not None:
         raise ConfigError(f"{args.store} is a step directory: give its store, and --step")
-    require_store(StoreReader(storage), args.store)
+    open_store(args.store)
     if isinstance(storage, LocalStorage):  # whoever may read the run's files may read what is added to them
         storage = LocalStorage(storage.root, access=access_of(f"{storage.root}/{STORE_NAME}"))
     roots = args.directory or [memory_directory(DEFAULT_MEMORY)]

@@ -26,7 +26,7 @@ from moe_ckpt.modeling import module_state
 from moe_ckpt.modeling.names import clean_name, tied_aliases
 from moe_ckpt.ports import Communicator, StateTensor, TensorMeta, TrainingState
 from moe_ckpt.reading.reader import StoreReader, check_checkpoint, choose_dense, locate, open_store, require_dense
-from moe_ckpt.reading.restore import box_of, needed_slices, verify_needed, weight_specs
+from moe_ckpt.reading.restore import MODEL, box_of, needed_slices, verify_needed, weight_specs
 from moe_ckpt.reading.shared_reading import SharedReading, divide, load_slices
 from moe_ckpt.reading.slices import in_order
 from moe_ckpt.reading.step_storage import listed_again
@@ -39,7 +39,6 @@ from moe_ckpt.reading.together import (
 )
 from moe_ckpt.storage import Storage, open_storage
 
-_MODEL = "model/"
 Result = TypeVar("Result")
 
 
@@ -75,9 +74,9 @@ class StoreSource(WeightSource):
         stale = manifest.stale_experts
         older = f", of which {stale} experts are older than that" if stale else ""
         self.title = f"step {manifest.step} in {reader.storage.root}/{manifest.directory}{older}"
-        names = [key.removeprefix(_MODEL) for key in self._index.tensors if key.startswith(_MODEL)]
+        names = [key.removeprefix(MODEL) for key in self._index.tensors if key.startswith(MODEL)]
         tied = {alias: name for alias, name in manifest.model.aliases.items() if name in names}
-        self._keys = {name: _MODEL + name for name in names} | {a: _MODEL + n for a, n in tied.items()}
+        self._keys = {name: MODEL + name for name in names} | {a: MODEL + n for a, n in tied.items()}
         metas = {name: self._index.meta(key) for name, key in self._keys.items()}
         self.tensors = metas | {
             name: TensorMeta(dtype_name(value.dtype), tuple(value.shape)) for name, value in self._buffers.items()
@@ -330,8 +329,8 @@ def _plan(
     aliases: Mapping[str, str],
     others: Collection[str],
 ) -> _Plan:
-    live = [tensor for tensor in state.tensors() if tensor.key.startswith(_MODEL)]
-    live += [StateTensor(_MODEL + n, n, b, (0,) * b.dim(), tuple(b.shape)) for n, b in buffers.items()]
+    live = [tensor for tensor in state.tensors() if tensor.key.startswith(MODEL)]
+    live += [StateTensor(MODEL + n, n, b, (0,) * b.dim(), tuple(b.shape)) for n, b in buffers.items()]
     expected = {spec.parameter: (spec.dtype, tuple(spec.global_shape)) for spec in weight_specs(state.specs())}
     expected |= {name: (dtype_name(buffer.dtype), tuple(buffer.shape)) for name, buffer in buffers.items()}
     name_of = aligned(source.tensors, {*expected, *aliases, *others})

@@ -461,11 +461,16 @@ def open_store(path: str | os.PathLike[str]) -> tuple[StoreReader, str | None]:
     """
     storage, directory = locate(path)
     reader = StoreReader(storage)
-    if directory is None:
-        require_store(reader, path)
-        return reader, None
     committed = reader.directories()
-    if directory not in committed:
+    if directory is None and not committed and not storage.exists(STORE_NAME):
+        count = len(storage.list())
+        entries = f"it has no {STORE_NAME} and no step among its {count} entr{'y' if count == 1 else 'ies'}"
+        raise NoCheckpointError(
+            f"{path} is neither a step directory nor a store of moe_ckpt: "
+            f"{entries if count else 'there is nothing, or it is a file'}. "
+            "Give a directory such as <dirpath>/step_00000120."
+        )
+    if directory is not None and directory not in committed:
         fate = "was not committed" if storage.exists(directory) else "does not exist"
         have = f"committed there: {', '.join(committed[:6])}" if committed else "no step is committed there"
         raise NoCheckpointError(f"checkpoint {path} {fate} (no {MANIFEST_NAME}); {have}")
@@ -499,20 +504,3 @@ def locate(path: str | os.PathLike[str]) -> tuple[Storage, str | None]:
     if parse_step_dir(name) is not None:
         return open_storage(parent or "/"), name
     return open_storage(text or "/"), None
-
-
-def require_store(reader: StoreReader, path: str | os.PathLike[str]) -> None:
-    """Raises ``NoCheckpointError``, which says what is there, unless the place looks like a store."""
-    if not reader.storage.exists(STORE_NAME) and not reader.directories():
-        raise NoCheckpointError(
-            f"{path} is neither a step directory nor a store of moe_ckpt: {_describe(reader.storage)}. "
-            "Give a directory such as <dirpath>/step_00000120."
-        )
-
-
-def _describe(storage: Storage) -> str:
-    """Returns what a directory holds, in a few words; names in it are the user's."""
-    count = len(storage.list())
-    if not count:
-        return "there is nothing, or it is a file"
-    return f"it has no {STORE_NAME} and no step among its {count} entr{'y' if count == 1 else 'ies'}"

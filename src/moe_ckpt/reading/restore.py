@@ -29,7 +29,8 @@ StoredByKey = Mapping[str, Sequence[StoredSlice]]
 """Tensor key -> its stored slices."""
 Targets = dict[StoredSlice, list[tuple[StateTensor, Box]]]
 """Slice -> (live tensor, block of the whole that it takes of the slice)."""
-_MODEL = "model/"
+MODEL = "model/"
+"""How the keys of parameters begin."""
 
 
 def require_fitting(
@@ -49,27 +50,20 @@ def require_fitting(
     """
     reader.prove(manifest)
     index = reader.index(manifest)
-    weights = [key for key in index.tensors if key.startswith(_MODEL)]
+    weights = [key for key in index.tensors if key.startswith(MODEL)]
     check_match(manifest, index, weight_specs(state.specs()), weights)
     if plain is not None:
         state.require_loadable(plain)
 
 
-def prepare(manifest: Manifest, index: TensorIndex, state: TrainingState) -> None:
-    """Creates the optimizer state that the checkpoint has."""
-    state.prepare({key: index.meta(key) for key in index.tensors if not key.startswith(_MODEL)})
-    state.tensors()
-    check_match(manifest, index, state.specs(), index.tensors)
-
-
 def parameters_of(state: TrainingState) -> list[StateTensor]:
     """Returns the parameters among ``state.tensors()``."""
-    return [tensor for tensor in state.tensors() if tensor.key.startswith(_MODEL)]
+    return [tensor for tensor in state.tensors() if tensor.key.startswith(MODEL)]
 
 
 def weight_specs(specs: Sequence[TensorSpec]) -> list[TensorSpec]:
     """Returns the specs of parameters."""
-    return [spec for spec in specs if spec.key.startswith(_MODEL)]
+    return [spec for spec in specs if spec.key.startswith(MODEL)]
 
 
 def check_match(manifest: Manifest, index: TensorIndex, live: Sequence[TensorSpec], stored: Iterable[str]) -> None:
@@ -133,7 +127,7 @@ def needed_slices(stored_of: StoredByKey, parameters: Sequence[StateTensor]) -> 
         if parameter is None:
             continue
         if parameter.shape == group[0].entry.global_shape:
-            boxes = parameter.boxes if key.startswith(_MODEL) else parameter.updated
+            boxes = parameter.boxes if key.startswith(MODEL) else parameter.updated
             yield from (stored for box in boxes for stored, _ in overlapping(group, box))
         else:
             yield from group

@@ -112,7 +112,8 @@ def verify_steps(reader: StoreReader, directories: Sequence[str], progress: Prog
         except StepRemovedError as error:
             findings.removed.update(error.directories)
     _check_slices(reader.storage, findings, progress or (lambda done, total: None))
-    damages = sorted((Damage(*key, tuple(sorted(affects))) for key, affects in findings.errors.items()), key=_sort_key)
+    damages = [Damage(*key, tuple(sorted(affects))) for key, affects in findings.errors.items()]
+    damages.sort(key=lambda damage: (damage.path != STORE_NAME, damage.path, damage.reason))
     damaged = {directory for damage in damages for directory in damage.affects}
     usable = tuple(directory for directory in directories if directory not in damaged | findings.removed)
     removed = tuple(directory for directory in directories if directory in findings.removed - damaged)
@@ -127,11 +128,6 @@ def _check_finished(storage: Storage, findings: _Findings) -> None:
                 Finished.decode(read_sealed(storage, FINISHED_NAME), FINISHED_NAME)
         except (DamagedError, StoreUnreadableError) as error:
             findings.add(error, ())
-
-
-def _sort_key(damage: Damage) -> tuple[bool, str, str]:
-    """The order of damages: that of ``store.json`` first."""
-    return damage.path != STORE_NAME, damage.path, damage.reason
 
 
 def _check_step(reader: StoreReader, directory: str, findings: _Findings) -> None:

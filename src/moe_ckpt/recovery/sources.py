@@ -16,7 +16,7 @@ from moe_ckpt.ports import Communicator, StateTensor, TrainingState
 from moe_ckpt.reading.index import StoredSlice, split_key
 from moe_ckpt.reading.memory.slot_storage import SlotStorage
 from moe_ckpt.reading.reader import StoreReader
-from moe_ckpt.reading.restore import StoredByKey, needed_slices, parameters_of, prepare, verify_needed
+from moe_ckpt.reading.restore import MODEL, StoredByKey, check_match, needed_slices, parameters_of, verify_needed
 from moe_ckpt.reading.shared_reading import SharedReading, divide, load_slices
 from moe_ckpt.reading.slices import in_order
 from moe_ckpt.reading.together import together
@@ -84,7 +84,10 @@ class StorageSource:
 
     def prepare(self, state: TrainingState) -> None:
         """Creates the optimizer state that the checkpoint has, before anything is written."""
-        prepare(self._manifest, self._index, state)
+        index = self._index
+        state.prepare({key: index.meta(key) for key in index.tensors if not key.startswith(MODEL)})
+        state.tensors()
+        check_match(self._manifest, index, state.specs(), index.tensors)
 
     def prepare_and_write(self, state: TrainingState) -> None:
         """Does ``prepare``, and writes everything, verified, into the live tensors. A collective if reading is shared.

@@ -17,13 +17,11 @@ from moe_ckpt.format.manifest import Manifest, state_path
 from moe_ckpt.ports import StateTensor, TensorMeta, TrainingState
 from moe_ckpt.reading.index import StoredSlice, TensorIndex, split_key
 from moe_ckpt.reading.reader import StoreReader
-from moe_ckpt.reading.restore import require_fitting
+from moe_ckpt.reading.restore import MODEL, require_fitting
 from moe_ckpt.reading.shared_reading import load_slices
 from moe_ckpt.recovery.executing import Recovery, Restored
 from moe_ckpt.recovery.replay import Plain, StepReplay
 from moe_ckpt.recovery.sources import StorageSource
-
-_MODEL = "model/"
 
 
 def open_window(recovery: Recovery, reader: StoreReader, manifest: Manifest) -> tuple[Restored, StorageSource]:
@@ -94,7 +92,7 @@ class WindowReplay(StepReplay):
         return frozenset(
             split_key(key).fqn
             for key, group in self._index.tensors.items()
-            if key.startswith(_MODEL) and all(stored.file.step > reached for stored in group)
+            if key.startswith(MODEL) and all(stored.file.step > reached for stored in group)
         )
 
     def _optimizer_tensors(self, step: int) -> dict[str, TensorMeta]:
@@ -102,9 +100,9 @@ class WindowReplay(StepReplay):
         trained = {
             split_key(key).fqn
             for key, group in self._index.tensors.items()
-            if key.startswith(_MODEL) and any(stored.file.step <= step for stored in group)
+            if key.startswith(MODEL) and any(stored.file.step <= step for stored in group)
         }
-        optimizer = (key for key in self._index.tensors if not key.startswith(_MODEL))
+        optimizer = (key for key in self._index.tensors if not key.startswith(MODEL))
         return {key: self._index.meta(key) for key in optimizer if split_key(key).fqn in trained}
 
     def _stored(self, step: int) -> dict[str, list[StoredSlice]]:

@@ -299,8 +299,7 @@ class LaidSnapshots:
 
     def slots_of(self, manifest: Manifest) -> dict[str, SlotFile]:
         """Returns those of ``slots`` that a manifest names."""
-        named = {record.path for record in manifest.files} | {state.path for state in manifest.states}
-        named |= {state.path for slot in manifest.window for state in slot.states}
+        named = manifest.paths
         return {path: file for path, file in self.slots.items() if path in named}
 
 

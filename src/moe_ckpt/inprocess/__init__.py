@@ -18,12 +18,11 @@ import logging
 import os
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from moe_ckpt.driver.guests import SealingSurvivors
 from moe_ckpt.driver.run import CLOSE_SECS, close_guarded
 from moe_ckpt.errors import (
     ConfigError,
@@ -45,20 +44,6 @@ _PATIENCE_SECS = 5.0
 """So long a step that is under way is waited for, before the processes are set back."""
 
 
-class SealingCheckpoint(Protocol):
-    """A checkpoint of a training loop, such as ``megatron.attach`` returns, or of a Trainer."""
-
-    @property
-    def survivors(self) -> SealingSurvivors | None:
-        """Seals the newest step; None while nothing trains, and where nothing does."""
-
-    def finish(self) -> None:
-        """Training ended well."""
-
-    def close(self, timeout_secs: float | None = None, failure: BaseException | str | None = None) -> None:
-        """Releases threads, lock and hooks."""
-
-
 class Restart:
     """One call of the train function; its first argument.
 
@@ -72,7 +57,7 @@ class Restart:
     def __init__(self, call: Any) -> None:
         self._call = call
         self.iteration = int(call.iteration)
-        self._sealing: SealingCheckpoint | None = None
+        self._sealing: Any = None
 
     def init_process_group(self, backend: str | None = None, timeout: timedelta | None = None, **more: Any) -> None:
         """Instead of ``torch.distributed.init_process_group``: RANK and WORLD_SIZE are those of this call.

@@ -22,6 +22,7 @@ from moe_ckpt.format.slot import SlotHeader
 from moe_ckpt.peers.store import HeaderReader, Incoming, ReplicaStore, decoded
 from moe_ckpt.peers.wire import CHUNK_NBYTES, Link, Wire
 from moe_ckpt.ports import GatedTransfer
+from moe_ckpt.slices.mirroring import Mirror
 
 log = logging.getLogger("moe_ckpt")
 
@@ -169,8 +170,8 @@ def _answer(wire: Wire, sequence: int) -> Answer:
     return Answer(Status(status), needed, free)
 
 
-def receive_copies(wire: Wire, link: Link, run_id: str, store: ReplicaStore, patience_secs: float) -> None:
-    """Receives copies until the source ends the connection: the holder's side.
+class CopyReceiver:
+    """The holder's side of one connection.
 
     Args:
         wire: The connection.
@@ -178,119 +179,101 @@ def receive_copies(wire: Wire, link: Link, run_id: str, store: ReplicaStore, pat
         run_id: Of the store.
         store: Takes them.
         patience_secs: Longest wait for this rank's own snapshot of the same step, before all bytes are requested.
-
-    Raises:
-        OSError: The source is gone, hung in the middle of a copy, or sent something else.
     """
-    newest, receiver = (-1, 0), _Receiver(wire, link, run_id, store, HeaderReader(), patience_secs)
-    offer = bytearray(_OFFER.size)
-    while wire.receive_into(memoryview(offer), idle=True):
-        magic, sequence, more, step, header_nbytes, nbytes = _OFFER.unpack(offer)
-        is_next = (sequence, -more) > newest and more < _MOST_SLOTS
-        if magic != _MAGIC or not is_next or header_nbytes > _MOST_HEADER_NBYTES or nbytes > _MOST_DATA_NBYTES:
-            raise ConnectionAbortedError(
-                f"copy {sequence} (header {header_nbytes:,} bytes, {nbytes:,} in all, {more} slots after it) was "
-                f"offered after copy {newest[0]}, which {-newest[1]} slots were to follow"
+
+    def __init__(self, wire: Wire, link: Link, run_id: str, store: ReplicaStore, patience_secs: float) -> None:
+        self._wire, self._link, self._run_id, self._store = wire, link, run_id, store
+        self._patience_secs = patience_secs
+        self._reader = HeaderReader()
+
+    def run(self) -> None:
+        """Receives copies until the source ends the connection.
+
+        Raises:
+            OSError: The source is gone, hung in the middle of a copy, or sent something else.
+        """
+        newest, offer = (-1, 0), bytearray(_OFFER.size)
+        while self._wire.receive_into(memoryview(offer), idle=True):
+            magic, sequence, more, step, header_nbytes, nbytes = _OFFER.unpack(offer)
+            is_next = (sequence, -more) > newest and more < _MOST_SLOTS
+            if magic != _MAGIC or not is_next or header_nbytes > _MOST_HEADER_NBYTES or nbytes > _MOST_DATA_NBYTES:
+                raise ConnectionAbortedError(
+                    f"copy {sequence} (header {header_nbytes:,} bytes, {nbytes:,} in all, {more} slots after it) was "
+                    f"offered after copy {newest[0]}, which {-newest[1]} slots were to follow"
+                )
+            newest = sequence, -more
+            self._answer(sequence, self._receive(sequence, more, step, header_nbytes, nbytes))
+
+    def _answer(self, sequence: int, answer: Answer) -> None:
+        self._wire.send(_ANSWER.pack(sequence, answer.status, answer.needed, answer.free))
+
+    def _receive(self, sequence: int, more: int, step: int, header_nbytes: int, nbytes: int) -> Answer:
+        """One copy, as it was offered. Returns what the source is to hear of it."""
+        link, store = self._link, self._store
+        raw = self._wire.receive(header_nbytes)
+        try:
+            header = decoded(raw, self._run_id, link.generation, link.source, step)
+            extents = self._reader.extents(header, f"the copy of rank {link.source}")
+            incoming = store.reserve(header, raw, extents, nbytes)
+        except DamagedError as error:
+            log.warning("a copy was refused: %s", str(error))
+            return Answer(Status.DAMAGED)
+        except MemoryFullError as error:
+            return Answer(Status.FULL, error.needed_bytes, error.free_bytes)
+        except OSError as error:
+            log.warning("no copy of rank %d can lie here: %s", link.source, str(error))
+            return Answer(Status.FAILED)
+        try:
+            self._fill(incoming, store.mirror_of(link.source, sequence, self._patience_secs, again=more > 0), step)
+            requested = incoming.requested
+            self._answer(sequence, Answer(Status.SEND, len(requested), sum(end - at for at, end in requested)))
+            self._wire.send(b"".join(_RUN.pack(*run) for run in requested))
+            damaged = self._take(incoming)
+        except OSError:
+            store.discard(incoming)
+            raise
+        if damaged is not None:
+            store.discard(incoming)
+            log.warning(
+                "the copy of rank %d's step %d was refused: checksum mismatch in slice %s",
+                *(link.source, step, _name_at(header, damaged)),
             )
-        newest = sequence, -more
-        _say(wire, sequence, _receive(receiver, _Offer(sequence, more, step, header_nbytes, nbytes)))
+            return Answer(Status.DAMAGED)
+        try:
+            store.keep(link.source, sequence, incoming)
+        except OSError as error:
+            store.discard(incoming)
+            log.warning("the copy of rank %d's step %d cannot be kept: %s", link.source, step, str(error))
+            return Answer(Status.FAILED)
+        return Answer(Status.HELD)
 
-
-def _say(wire: Wire, sequence: int, answer: Answer) -> None:
-    wire.send(_ANSWER.pack(sequence, answer.status, answer.needed, answer.free))
-
-
-class _Offer(NamedTuple):
-    """Of one copy. more: slots of the same snapshot after it. header_nbytes, nbytes: that follow."""
-
-    sequence: int
-    more: int
-    step: int
-    header_nbytes: int
-    nbytes: int
-
-
-class _Receiver(NamedTuple):
-    """What one connection's copies go through. See ``receive_copies``."""
-
-    wire: Wire
-    link: Link
-    run_id: str
-    store: ReplicaStore
-    reader: HeaderReader
-    patience_secs: float
-
-
-def _receive(receiver: _Receiver, offer: _Offer) -> Answer:
-    """One copy. Returns what the source is to hear of it."""
-    wire, link, run_id, store, reader, patience_secs = receiver
-    sequence, step = offer.sequence, offer.step
-    raw = wire.receive(offer.header_nbytes)
-    try:
-        header = decoded(raw, run_id, link.generation, link.source, step)
-        extents = reader.extents(header, f"the copy of rank {link.source}")
-        incoming = store.reserve(header, raw, extents, offer.nbytes)
-    except DamagedError as error:
-        log.warning("a copy was refused: %s", str(error))
-        return Answer(Status.DAMAGED)
-    except MemoryFullError as error:
-        return Answer(Status.FULL, error.needed_bytes, error.free_bytes)
-    except OSError as error:
-        log.warning("no copy of rank %d can lie here: %s", link.source, str(error))
-        return Answer(Status.FAILED)
-    try:
-        mirror = store.mirror_of(link.source, sequence, patience_secs, again=offer.more > 0)
-        differ = 0
+    def _fill(self, incoming: Incoming, mirror: Mirror | None, step: int) -> None:
+        """Takes what this rank has anyway. Keeps no reference to the mirror, whose memory others wait for."""
+        link, differ = self._link, 0
         while mirror is not None:
             differ += incoming.fill(mirror)
             mirror = mirror.following
-        del mirror
         if differ:
             log.warning(
                 "%d slices of step %d differ between rank %d and rank %d, which should hold the same; those of rank %d "
                 "are sent to its copy",
                 *(differ, step, link.source, link.holder, link.source),
             )
-        _say(
-            wire,
-            sequence,
-            Answer(Status.SEND, len(incoming.requested), sum(end - at for at, end in incoming.requested)),
-        )
-        wire.send(b"".join(_RUN.pack(*run) for run in incoming.requested))
-        damaged = _take(wire, incoming)
-    except OSError:
-        store.discard(incoming)
-        raise
-    if damaged is not None:
-        store.discard(incoming)
-        log.warning(
-            "the copy of rank %d's step %d was refused: checksum mismatch in slice %s",
-            *(link.source, step, _name_at(header, damaged)),
-        )
-        return Answer(Status.DAMAGED)
-    try:
-        store.keep(link.source, sequence, incoming)
-    except OSError as error:
-        store.discard(incoming)
-        log.warning("the copy of rank %d's step %d cannot be kept: %s", link.source, step, str(error))
-        return Answer(Status.FAILED)
-    return Answer(Status.HELD)
+
+    def _take(self, incoming: Incoming) -> int | None:
+        """Receive what is wanted of a copy. Returns where the first damaged slice begins; None if there is none."""
+        damaged: int | None = None
+        for first, end in incoming.requested:
+            for begin in range(first, end, CHUNK_NBYTES):
+                chunk = incoming.memory[begin : min(begin + CHUNK_NBYTES, end)]
+                if not self._wire.receive_into(chunk):
+                    raise ConnectionResetError("the connection ended in the middle of a copy")
+                if damaged is None:
+                    damaged = incoming.verify(begin + len(chunk))
+        return damaged
 
 
 def _name_at(header: SlotHeader, begin: int) -> str:
     """Of the slice that begins there."""
     entries = ((part.begin + entry.begin, entry) for part in header.parts for entry in header.slices(part, "a copy"))
     return next((f"{entry.name} of {entry.operator}" for at, entry in entries if at == begin and entry.nbytes), "?")
-
-
-def _take(wire: Wire, incoming: Incoming) -> int | None:
-    """Receive what is wanted of a copy. Returns where the first damaged slice begins; None if there is none."""
-    damaged: int | None = None
-    for first, end in incoming.requested:
-        for begin in range(first, end, CHUNK_NBYTES):
-            chunk = incoming.memory[begin : min(begin + CHUNK_NBYTES, end)]
-            if not wire.receive_into(chunk):
-                raise ConnectionResetError("the connection ended in the middle of a copy")
-            if damaged is None:
-                damaged = incoming.verify(begin + len(chunk))
-    return damaged

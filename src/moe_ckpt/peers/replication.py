@@ -29,7 +29,7 @@ from moe_ckpt.memory.directory import node_of
 from moe_ckpt.memory.options import Memory
 from moe_ckpt.memory.slot import Slot
 from moe_ckpt.notices import announce
-from moe_ckpt.peers.messages import Answer, SealedSlot, Status, receive_copies, send_copy
+from moe_ckpt.peers.messages import Answer, CopyReceiver, SealedSlot, Status, send_copy
 from moe_ckpt.peers.replica_placement import ReplicaPlacement, place_replicas
 from moe_ckpt.peers.store import ReplicaStore
 from moe_ckpt.peers.wire import SECRET_NBYTES, Cutter, Link, Listener, StaleHelloError, Wire, connect
@@ -345,7 +345,7 @@ class Replicator:
 
     def _receive(self, wire: Wire, link: Link) -> None:
         try:
-            receive_copies(wire, link, self.roster.run_id, self.store, _PATIENCE * self._timeout_secs)
+            CopyReceiver(wire, link, self.roster.run_id, self.store, _PATIENCE * self._timeout_secs).run()
         except OSError as error:
             if not self._cutter.is_over:
                 log.warning("rank %d accepts no more copies of rank %d: %s", link.holder, link.source, str(error))

@@ -6,6 +6,7 @@ results are pages from where they lie, and links are checked as a reader of the 
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import sys
 from pathlib import Path
@@ -36,6 +37,8 @@ autodoc_inherit_docstrings = False
 """Lightning's text on each of its hooks is no part of this reference."""
 autodoc_preserve_defaults = True
 autodoc_typehints_format = "short"
+autodoc_mock_imports = [name for name in ("torchtitan", "tyro") if importlib.util.find_spec(name) is None]
+"""torchtitan is not among the packages for development."""
 python_maximum_signature_line_length = 100
 python_use_unqualified_type_names = True
 napoleon_numpy_docstring = False

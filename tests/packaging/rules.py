@@ -18,7 +18,7 @@ SIMULATOR = "moe_ckpt_sim"
 LAYERS = (
     *("core", "ledger", "policies", "format", "storage", "memory", "comm", "slices", "peers", "run", "tiers"),
     *("commit", "reading", "recovery", "session", "profiling", "modeling", "data", "interop", "metrics"),
-    *("driver", "callbacks", "megatron", "plain", "transformers"),
+    *("driver", "callbacks", "megatron", "plain", "transformers", "torchtitan"),
 )
 """Each may import itself and what stands before it."""
 GUESTS = ("boost", "bubbles", "localized", "inprocess", "gradient_log", "survivors", "windows")
@@ -51,7 +51,8 @@ PURE = (
 # fmt: off
 IMPURE_MODULES = frozenset(
     {
-        "torch", "lightning", "pytorch_lightning", "hydra", "omegaconf", "transformers", "fsspec", "safetensors",
+        "torch", "lightning", "pytorch_lightning", "hydra", "omegaconf", "transformers", "torchtitan", "fsspec",
+        "safetensors",
         "os", "io", "time", "datetime", "random", "secrets", "uuid", "socket", "subprocess", "threading",
         "multiprocessing", "concurrent", "asyncio", "signal", "tempfile", "shutil", "pathlib", "logging", "warnings",
     }
@@ -71,6 +72,8 @@ HOMES = {
     "omegaconf": ("conf",),
     "megatron": ("megatron", "testing", "interop"),
     "transformers": ("transformers",),
+    "torchtitan": ("torchtitan",),
+    "tyro": ("torchtitan",),
 }
 """Framework -> the only parts of the package that may import it."""
 NAMES_OF_NOTHING = frozenset(

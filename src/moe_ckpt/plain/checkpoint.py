@@ -149,7 +149,7 @@ class PlainCheckpoint(AttachedCheckpoint):
                 state = restored.plain["stateful"][name]
                 is_at_end = isinstance(state, Mapping) and state.get("_iterator_finished")
                 if isinstance(loader, DataLoader) and not is_at_end:  # the next epoch's seed is due in both
-                    self._iterate_quietly(loader)
+                    self.iterate_quietly(loader)
         if driver.replaying is not None:
             driver.replaying.begin(StepSource())
         if self._buckets is not None and host.step:
@@ -161,10 +161,11 @@ class PlainCheckpoint(AttachedCheckpoint):
         """Restores the random numbers of the newest step once more, which a loop has moved before its first batch."""
         self._host.generators.go_back()
 
-    def _iterate_quietly(self, loader: DataLoader[Any]) -> None:
+    def iterate_quietly(self, loader: DataLoader[Any]) -> None:
         """Lets the first iterator of a loader that continues an epoch draw no random number of the run.
 
-        A new iterator draws its seed from torch's generator. The run drew it when the epoch began.
+        A new iterator draws its seed from torch's generator. The run drew it when the epoch began. For loaders that
+        others restore: ``resume`` calls it for those of ``stateful``.
         """
         theirs = loader._get_iterator
 

@@ -1,0 +1,40 @@
+"""The position of torchtitan's data loaders as plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torchdata.stateful_dataloader import StatefulDataLoader
+from torchtitan.components.dataloader import ParallelAwareDataloader
+
+from moe_ckpt.errors import ConfigError
+
+
+class LoaderPosition:
+    """The position of a loader, without the pickle that torchtitan makes of it: checkpoints hold none.
+
+    Args:
+        loader: Its data set's state must be plain data, tensors or arrays.
+    """
+
+    def __init__(self, loader: ParallelAwareDataloader) -> None:
+        self._loader = loader
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the position, and over how many ranks the data is divided."""
+        return {"ranks": self._loader.dp_world_size, "loader": StatefulDataLoader.state_dict(self._loader)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores what ``state_dict`` returned.
+
+        Raises:
+            ConfigError: The data is divided over another number of ranks.
+        """
+        if state["ranks"] != self._loader.dp_world_size:
+            raise ConfigError(
+                f"the checkpoint's run divided its data over {state['ranks']} ranks, and this one over "
+                f"{self._loader.dp_world_size}: positions cannot be carried over. Use as many again, or start a new "
+                "run with weights_from="
+            )
+        StatefulDataLoader.load_state_dict(self._loader, state["loader"])

@@ -1,0 +1,228 @@
+"""The checkpoint manager that torchtitan's ``Trainer`` calls, built on the adapter of PyTorch loops."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, dataclass, fields
+from typing import Annotated, Any
+
+import torch.distributed as dist
+import tyro
+from torch import nn
+from torchtitan.components.checkpointer import DATALOADER, LR_SCHEDULER, TRAIN_STATE, BaseCheckpointManager
+from torchtitan.components.dataloader import ParallelAwareDataloader
+from torchtitan.tools import filesystem
+
+from moe_ckpt.errors import ConfigError, UnsupportedError
+from moe_ckpt.ledger.retention import RetentionPolicy
+from moe_ckpt.memory.options import Memory
+from moe_ckpt.modeling.blocks import is_dtensor
+from moe_ckpt.plain.checkpoint import PlainCheckpoint
+from moe_ckpt.policies.base import Policy
+from moe_ckpt.run.options import Options, OptionValues, make_options
+from moe_ckpt.torchtitan.loader_position import LoaderPosition
+
+_INITIAL = "set weights_from= to a store or to safetensors with this model's names"
+_LAST = "the last step is saved whole; `moe-ckpt export` writes its weights as safetensors"
+_INSTEAD = {
+    "initial_load_path": _INITIAL,
+    "initial_load_model_only": _INITIAL,
+    "initial_load_in_hf": _INITIAL,
+    "initial_load_in_hf_quantized": _INITIAL,
+    "last_save_model_only": _LAST,
+    "last_save_in_hf": _LAST,
+    "export_dtype": _LAST,
+    "keep_latest_k": "set retention=RetentionPolicy(keep_last=...)",
+    "load_step": "a run resumes from its newest checkpoint; a new one starts from an older step with weights_from=",
+    "exclude_from_loading": "a run resumes with all of its state; a new one takes weights alone, with weights_from=",
+    "enable_first_step_checkpoint": "the policy decides which steps are saved",
+    "create_seed_checkpoint": "a new run begins as torchtitan initializes it, on any number of ranks",
+    "load_only": "set policy=Dense(every_n_steps=...) to a number of steps that the run does not reach",
+}
+"""Fields of torchtitan's own managers that mean nothing here -> what to do."""
+
+
+class CheckpointManager(BaseCheckpointManager):
+    """Checkpoints a torchtitan ``Trainer``, and resumes it from the newest checkpoint when it is started again.
+
+    Args:
+        config: The line in the config of the ``Trainer``, which gives the rest.
+
+    Attributes:
+        checkpoint: The checkpoints of this run; None with ``enable=False``.
+
+    Raises:
+        ConfigError: Options contradict each other.
+        UnsupportedError: The model is divided into pipeline stages, or over a part of the ranks.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(BaseCheckpointManager.Config):
+        """The line in the config of a ``Trainer``: ``checkpoint=CheckpointManager.Config(policy=...)``.
+
+        Attributes:
+            enable: False: no checkpoints.
+            folder: The store: a directory in ``dump_folder``, another one that all ranks see, or an fsspec URL.
+            interval: Of how many steps workers of the data loader report their position once. A restart loads the
+                batches since again. The policy decides which steps are saved.
+            policy: What is saved when; None: ``CheckFreq()``.
+            resume, save_last, retention, host_memory_bytes, budget_fraction, memory, when_busy, timeout_secs, profile,
+                weights_from, on_read_error, access: See ``moe_ckpt.run.options.Options``.
+        """
+
+        enable: bool = True
+        interval: int = 1
+        policy: Annotated[Policy | None, tyro.conf.Suppress] = None
+        resume: str = "auto"
+        save_last: bool = True
+        retention: Annotated[RetentionPolicy | None, tyro.conf.Suppress] = None
+        host_memory_bytes: int | str | None = None
+        budget_fraction: float = 1.0
+        memory: Annotated[Memory | None, tyro.conf.Suppress] = None
+        when_busy: str = "skip"
+        timeout_secs: float | str = 600.0
+        profile: str | None = None
+        weights_from: str | None = None
+        on_read_error: str = "stop"
+        access: str = "private"
+
+        def __post_init__(self) -> None:
+            for field in fields(BaseCheckpointManager.Config):
+                default = field.default if field.default_factory is MISSING else field.default_factory()
+                if field.name in _INSTEAD and getattr(self, field.name) != default:
+                    raise ConfigError(
+                        f"CheckpointManager.Config({field.name}={getattr(self, field.name)!r}): has no effect here; "
+                        f"{_INSTEAD[field.name]}"
+                    )
+            if self.interval < 1:
+                raise ConfigError(f"CheckpointManager.Config(interval={self.interval}): must be 1 or more")
+            self.options("")
+
+        def options(self, base_folder: str) -> Options:
+            """Returns the checked options of a run whose ``dump_folder`` is ``base_folder``."""
+            values = OptionValues(**{name: getattr(self, name) for name in OptionValues.__annotations__})  # type: ignore[typeddict-item]
+            return make_options(
+                "CheckpointManager.Config", self.policy, filesystem.join(base_folder, self.folder), values
+            )
+
+        def to_dict(self) -> dict[str, Any]:
+            """Returns the fields for a printed config, which torchtitan writes as JSON too."""
+            plain = (str, int, float, list, type(None))
+            values = {field.name: getattr(self, field.name) for field in fields(self)}
+            return {name: value if isinstance(value, plain) else repr(value) for name, value in values.items()}
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        dataloader: Any,
+        model_parts: Sequence[nn.Module],
+        optimizers: Any,
+        lr_schedulers: Any,
+        states: Mapping[str, Any],
+        sd_adapter: Any = None,
+        base_folder: str = "",
+    ) -> None:
+        self.enable, self.save_future = config.enable, None
+        self.checkpoint: PlainCheckpoint | None = None
+        if not config.enable:
+            return
+        self._trainer: Any = states.get(TRAIN_STATE)
+        self._loader = dataloader
+        _require_supported(model_parts, self._trainer)
+        stateful = {**states, LR_SCHEDULER: lr_schedulers}
+        if dataloader is not None:
+            is_pickled = isinstance(dataloader, ParallelAwareDataloader)
+            stateful[DATALOADER] = LoaderPosition(dataloader) if is_pickled else dataloader
+        options = config.options(base_folder)
+        self.checkpoint = PlainCheckpoint(options, model_parts[0], list(optimizers), stateful)
+        self._is_loaded, self._step = False, 0
+        self._validated: Callable[[], None] | None = None
+
+    def _load(self, step: int = -1) -> bool:
+        if step != -1:
+            raise ConfigError(f"CheckpointManager.load(step={step}): {_INSTEAD['load_step']}")
+        checkpoint, trainer = self._open(), self._trainer
+        position = checkpoint.resume()
+        self._is_loaded, self._step = True, position.step
+        if position.restored and isinstance(self._loader, ParallelAwareDataloader):
+            checkpoint.iterate_quietly(self._loader)
+        if hasattr(trainer, "should_continue_training"):
+            trainer.should_continue_training = self._unless_halted(trainer.should_continue_training)
+        if hasattr(trainer, "validator"):
+            trainer.validator.validate = self._before_counting(trainer.validator.validate)
+        return position.restored
+
+    def _open(self) -> PlainCheckpoint:
+        if self.checkpoint is None:
+            raise ConfigError("CheckpointManager: enable=False, so there are no checkpoints")
+        return self.checkpoint
+
+    def _unless_halted(self, goes_on: Callable[[], bool]) -> Callable[[], bool]:
+        """Lets a policy end the training."""
+
+        def more() -> bool:
+            last = self._open().last
+            return (last is None or last.halt is None) and goes_on()
+
+        return more
+
+    def _before_counting(self, validate: Callable[..., None]) -> Callable[..., None]:
+        """Lets a step be counted after its validation, which draws random numbers of the run."""
+
+        def validated(*args: Any, **kwargs: Any) -> None:
+            validate(*args, **kwargs)
+            if self._validated is not None:
+                count, self._validated = self._validated, None
+                count()
+
+        return validated
+
+    def _maybe_wait_for_staging(self) -> None:
+        self._open().before_step()
+
+    def _save(self, curr_step: int, last_step: bool = False) -> bool:
+        validator = getattr(self._trainer, "validator", None)
+
+        def count() -> None:
+            self._open().after_step(curr_step)
+            self._step = curr_step
+            if last_step:
+                self._open().finish()
+
+        if validator is not None and validator.should_validate(curr_step):
+            self._validated = count
+        else:
+            count()
+        return True
+
+    def _wait_for_saving(self) -> None:
+        return
+
+    def _close(self) -> None:
+        """Training has ended, or failed: torchtitan calls this while it handles the error."""
+        checkpoint, error = self._open(), sys.exc_info()[1]
+        if error is None and self._is_loaded:
+            if self._trainer is not None:
+                self._trainer.step = self._step  # it counts a step that it cancels, when data runs out
+            checkpoint.__exit__(None, None, None)
+        else:
+            checkpoint.close(failure=error)
+
+
+def _require_supported(model_parts: Sequence[nn.Module], trainer: Any) -> None:
+    """Raises unless each rank holds all of the model, or a part of each tensor."""
+    if len(model_parts) != 1 or getattr(getattr(trainer, "parallel_dims", None), "pp_enabled", False):
+        raise UnsupportedError(
+            "CheckpointManager: the model is divided into pipeline stages, of which each rank holds only some. Set "
+            "parallelism.pipeline_parallel_degree=1, or use torchtitan's own CheckpointManager for this run"
+        )
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    for name, parameter in model_parts[0].named_parameters():
+        if is_dtensor(parameter) and parameter.device_mesh.size() != ranks:  # type: ignore[attr-defined]
+            raise UnsupportedError(
+                f"CheckpointManager: parameter {name!r} lies on {parameter.device_mesh}, which is not all of the "  # type: ignore[attr-defined]
+                f"{ranks} ranks, so it is unknown what the others hold. Set "
+                "parallelism.spmd_backend='partial_dtensor'"
+            )

@@ -1,0 +1,216 @@
+"""One life of torchtitan's own ``Trainer`` with a tiny Qwen3-MoE on a CPU, in a process of its own: ``lived``.
+
+On a CPU it needs ``tests.support.torchtitan_warm``.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import IterableDataset
+
+import moe_ckpt
+from moe_ckpt import newest_step, policies
+
+STEPS, SEQ, BATCH, VOCAB, EXPERTS = 24, 16, 2, 64, 4
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run.
+
+    Attributes:
+        policy: Name and arguments; None: without checkpoints.
+        memory: Checkpoints in memory that outlives the process.
+        spmd: ``parallelism.spmd_backend``.
+        expert_parallel: Ranks that share the experts.
+        accumulate: Batches a step.
+        workers: Of the data loader.
+        validate: A validation every five steps draws random numbers.
+        samples: Of the data, at one rank; None: endless.
+        optimizers: Experts have Adam, all else AdamW.
+        steps: In all.
+        raise_at: An error is raised in the forward pass after this step.
+        options: Further ones of the manager's config.
+    """
+
+    policy: tuple[str, dict[str, Any]] | None = ("Dense", {})
+    memory: bool = False
+    spmd: str = "partial_dtensor"
+    expert_parallel: int = 1
+    accumulate: int = 1
+    workers: int = 0
+    validate: bool = False
+    samples: int | None = None
+    optimizers: int = 1
+    steps: int = STEPS
+    raise_at: int | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+class Words(IterableDataset):
+    """Sequences that depend on their number, which is the state."""
+
+    def __init__(self, rank: int, samples: int | None) -> None:
+        self.rank, self.samples, self.number = rank, samples, 0
+
+    def __iter__(self):
+        while self.samples is None or self.number < self.samples:
+            generator = torch.Generator().manual_seed(1_000 * self.number + self.rank)
+            self.number += 1
+            words = torch.randint(VOCAB, (SEQ + 1,), generator=generator)
+            yield {"input": words[:-1], "positions": torch.arange(SEQ)}, words[1:]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"number": self.number}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.number = state["number"]
+
+
+def _model() -> Any:
+    from torchtitan.models import qwen3
+    from torchtitan.models.common import CosSinRoPE
+
+    spec = qwen3.model_registry("debugmodel_moe")
+    model, width = spec.model, 32
+    model.vocab_size = model.tok_embeddings.num_embeddings = model.lm_head.out_features = VOCAB
+    model.dim = model.tok_embeddings.embedding_dim = model.lm_head.in_features = width
+    model.norm = qwen3._qwen3_norm(width)
+    model.layers = qwen3._build_qwen3_moe_layers(
+        n_layers=2,
+        dim=width,
+        n_heads=2,
+        n_kv_heads=1,
+        head_dim=16,
+        moe_hidden_dim=16,
+        num_experts=EXPERTS,
+        top_k=2,
+        attn_backend="flex",
+        rope=CosSinRoPE.Config(dim=16, max_seq_len=64, theta=10_000.0),
+        moe_comm_backend="standard",
+    )
+    return spec
+
+
+def config(root: str, run: Run) -> Any:
+    """The config of the ``Trainer``; the last line is the user's."""
+    from torchtitan.components.dataloader import ParallelAwareDataloader
+    from torchtitan.components.loss import CrossEntropyLoss
+    from torchtitan.components.metrics import MetricsProcessor
+    from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
+    from torchtitan.components.validate import Validator
+    from torchtitan.config import CompileConfig, DebugConfig, ParallelismConfig, TrainingConfig
+    from torchtitan.trainer import Trainer
+
+    from moe_ckpt.torchtitan import CheckpointManager
+
+    class Loader(ParallelAwareDataloader):
+        @dataclass(kw_only=True, slots=True)
+        class Config(ParallelAwareDataloader.Config):
+            samples: int | None = None
+            infinite: bool = True
+
+        def __init__(self, config, *, dp_rank, dp_world_size, local_batch_size, snapshot_every_n_steps=None, **_: Any):
+            workers = {
+                "num_workers": config.num_workers,
+                "multiprocessing_context": "fork" if config.num_workers else None,
+            }
+            super().__init__(
+                Words(dp_rank, config.samples),
+                dp_rank=dp_rank,
+                dp_world_size=dp_world_size,
+                batch_size=local_batch_size,
+                snapshot_every_n_steps=snapshot_every_n_steps,
+                **workers,
+            )
+
+    class NoTokenizer:
+        def build(self, **_: Any) -> None: ...
+
+    kinds = [(r"experts", "Adam"), (r".*", "AdamW")][2 - run.optimizers :]
+    groups = [ParamGroupConfig(pattern=p, optimizer_name=name, optimizer_kwargs={"lr": 1e-2}) for p, name in kinds]
+    checkpoint = CheckpointManager.Config(enable=False)
+    if run.policy is not None:
+        name, arguments = run.policy
+        memory = moe_ckpt.Memory(directory=root, replicas=0) if run.memory else None
+        policy = getattr(policies, name)(**arguments)
+        checkpoint = CheckpointManager.Config(policy=policy, folder="store", memory=memory, **run.options)
+    world = int(os.environ["WORLD_SIZE"])
+    return Trainer.Config(
+        model_spec=_model(),
+        loss=CrossEntropyLoss.Config(global_vocab_size=VOCAB),
+        dump_folder=root,
+        tokenizer=NoTokenizer(),
+        metrics=MetricsProcessor.Config(log_freq=1),
+        dataloader=Loader.Config(num_workers=run.workers, samples=run.samples),
+        validator=Validator.Config(enable=run.validate, freq=5, steps=2, dataloader=Loader.Config()),
+        optimizer=OptimizersContainer.Config(param_groups=groups),
+        lr_scheduler=LRSchedulersContainer.Config(warmup_steps=2, total_steps=STEPS),
+        training=TrainingConfig(
+            local_batch_size=BATCH,
+            global_batch_size=BATCH * world * run.accumulate,
+            seq_len=SEQ,
+            steps=run.steps,
+            disable_cuda_graphs=True,
+        ),
+        parallelism=ParallelismConfig(spmd_backend=run.spmd, expert_parallel_degree=run.expert_parallel),
+        activation_checkpoint=None,
+        compile=CompileConfig(enable=False),
+        debug=DebugConfig(seed=7),
+        checkpoint=checkpoint,
+    )
+
+
+def lived(rank: int, world_size: int, root: str, run: Run, kill_at: int | None = None) -> dict[str, Any]:
+    """The state at the end; a process that is killed returns nothing."""
+    torch.set_num_threads(1)
+    trainer = config(root, run).build()
+    losses: dict[int, float] = {}
+    begins: list[int] = []
+    step = trainer.train_step
+
+    def train_step(batches: Any) -> None:
+        done = trainer.step - 1
+        begins.append(done)
+        stored = run.memory or newest_step(f"{root}/store") is not None
+        if kill_at is not None and done >= kill_at and stored and rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if done == run.raise_at:
+            raise ZeroDivisionError("the user's mistake")
+        step(batches)
+
+    def log(number: int, loss: float, *_: Any, **__: Any) -> None:
+        losses[number] = loss
+
+    trainer.train_step, trainer.metrics_processor.log = train_step, log
+    try:
+        trainer.train()
+    except Exception:
+        trainer.close()
+        raise
+    trainer.close()
+    whole = lambda tensor: tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # noqa: E731
+    model = trainer.model_parts[0]
+    tensors = {f"model/{name}": whole(value) for name, value in model.state_dict().items()}
+    for number, optimizer in enumerate(trainer.optimizers):
+        for at, entries in sorted(optimizer.state_dict()["state"].items()):
+            tensors |= {f"optimizer {number}/{at}/{key}": whole(value) for key, value in sorted(entries.items())}
+    tensors["rng"] = torch.get_rng_state()
+    checkpoint = trainer.checkpointer.checkpoint
+    dist.barrier()
+    return {
+        "tensors": tensors,
+        "losses": losses,
+        "begins": begins,
+        "restored": None if checkpoint is None else checkpoint.restored_step,
+        "plt": None if checkpoint is None else checkpoint.session.run_ledger.tokens.plt,
+        "at_end": (trainer.step, trainer.ntokens_seen, [s.last_epoch for s in trainer.lr_schedulers]),
+        "bias": [block.moe.expert_bias_E.clone() for block in model.layers.values()],
+        "layers": [layer.name for layer in checkpoint.session.catalog.layers] if checkpoint else [],
+    }

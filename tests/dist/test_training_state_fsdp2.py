@@ -12,6 +12,7 @@ from torch import nn
 from moe_ckpt.errors import UnsupportedError
 from moe_ckpt.format.dtypes import dtype_name
 from moe_ckpt.ledger.coverage import Box, prove_cover
+from moe_ckpt.modeling.blocks import block_of, own_rows
 from moe_ckpt.modeling.discover import build_catalog
 from moe_ckpt.modeling.training_state import TorchTrainingState
 from moe_ckpt.ports import TensorMeta
@@ -224,6 +225,40 @@ def test_columns_and_replicated_tensors():
     flags = {key: (replicated, duplicate) for key, _, _, _, replicated, duplicate, _ in results[1][0]}
     assert flags["model/columns"] == (False, False)
     assert flags["model/norm"] == (True, False)
+
+
+def body_experts_and_fsdp(rank: int, world_size: int):
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
+    whole = torch.arange(72.0).view(6, 6, 2)
+    model = nn.Module()
+    for name in ("rows", "columns"):
+        setattr(model, name, nn.Parameter(distribute_tensor(whole, mesh["ep"], [Shard(0)])))
+    columns = model.columns
+    fully_shard(model, mesh=mesh["efsdp"], shard_placement_fn=lambda p: Shard(1 if p is columns else 0))
+    opt = torch.optim.SGD(model.parameters())
+    described = describe(TorchTrainingState(model, [opt]))
+    own = [own_rows(distribute_tensor(whole, mesh, p)).numel() for p in ([Shard(0), Replicate()], [Replicate()] * 2)]
+    assert own == [whole.numel() // 2 * (rank % 2 == 0), whole.numel() * (rank == 0)], "what two hold counts once"
+    strided = model.rows.placements[0]
+    scattered = DTensor.from_local(torch.zeros(4, 6, 2), mesh, [strided, Replicate()], run_check=False)
+    with pytest.raises(UnsupportedError, match=r"model/rows .* not one piece of the whole"):
+        block_of(scattered, "model/rows")
+    assert own_rows(whole) is whole
+    return described, {"model/rows": whole, "model/columns": whole}
+
+
+def test_experts_that_are_sharded_again_by_fsdp_tile_the_whole():
+    """In the same dimension, where parts are strided and three rows are cut into two and one, and in another."""
+    results = run_ranks(body_experts_and_fsdp, 4)
+    check_tiling(results)
+    rows = [
+        next((offsets[0], shape[0]) for key, offsets, shape, *_ in saved if key == "model/rows") for saved, _ in results
+    ]
+    assert rows == [(0, 2), (3, 2), (2, 1), (5, 1)]
 
 
 class Torn(RuntimeError):

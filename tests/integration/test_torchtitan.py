@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import random
+from dataclasses import MISSING, fields, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 pytest.importorskip("torchtitan.trainer", exc_type=ImportError)
 
+from moe_ckpt import Memory, newest_step
+from moe_ckpt.errors import ConfigError, UnsupportedError
+from moe_ckpt.policies import MoC
+from moe_ckpt.run.options import Options, OptionValues
+from moe_ckpt.torchtitan import CheckpointManager
 from tests.integration import torchtitan_run
 from tests.integration.test_plain_loop import require_alike
-from tests.integration.torchtitan_run import STEPS, Run
+from tests.integration.torchtitan_run import BATCH, SEQ, STEPS, TOP_K, Run
 from tests.support.processes import start_ranks
 
 WARM = "tests.support.torchtitan_warm"
@@ -34,13 +44,25 @@ def life(root: Path, run: Run, ranks: int = 1, kill_at: int | None = None) -> di
         (Run(WINDOWS, accumulate=2), 1),
         (Run(LOG, memory=True), 1),
         (Run(memory=True, workers=2), 1),
-        (Run(WINDOWS, memory=True, validate=True), 2),
+        (Run(memory=True, expert_parallel=2), 2),
+        pytest.param(Run(WINDOWS, memory=True, validate=True), 2, marks=pytest.mark.slow),
+        pytest.param(Run(LOG, memory=True, validate=True), 2, marks=pytest.mark.slow),
+        pytest.param(Run(WINDOWS, memory=True, expert_parallel=2), 2, marks=pytest.mark.slow),
+        pytest.param(Run(memory=True, expert_parallel=2, spmd="full_dtensor"), 2, marks=pytest.mark.slow),
+        pytest.param(Run(LOG, memory=True, expert_parallel=2, accumulate=2), 2, marks=pytest.mark.slow),
     ],
-    ids=["dense", "windows", "log", "workers", "windows-fsdp2"],
+    ids=[
+        *("dense", "windows", "log", "workers", "experts"),
+        *("windows-fsdp2", "log-fsdp2", "windows-experts", "full-dtensor", "log-experts"),
+    ],
 )
 def test_killed_at_random_it_ends_with_the_same_bits(tmp_path: Path, run: Run, ranks: int):
+    """Attention drops out, so random numbers matter; a validation draws some. Two ranks are sharded by FSDP2."""
     undisturbed = life(tmp_path / "whole", run, ranks)
     assert any(bias.any() for bias in undisturbed["bias"]), "which changes before the update"
+    counted, routed = undisturbed["routed"]
+    assert counted == routed, "torchtitan's own counts"
+    assert sum(counted[0]) == STEPS * BATCH * SEQ * ranks * run.accumulate * TOP_K
     kills = sorted({5, random.randrange(2, STEPS), random.randrange(6, STEPS), 20})
     for kill_at in kills:
         life(tmp_path / "killed", run, ranks, kill_at)
@@ -49,3 +71,106 @@ def test_killed_at_random_it_ends_with_the_same_bits(tmp_path: Path, run: Run, r
     require_alike(undisturbed, resumed)
     assert resumed["at_end"] == undisturbed["at_end"]
     assert resumed["losses"].items() <= undisturbed["losses"].items()
+
+
+def test_the_manager_changes_no_bit(tmp_path: Path):
+    require_alike(life(tmp_path / "with", Run(validate=True)), life(tmp_path / "without", Run(None, validate=True)))
+
+
+def test_moc_counts_what_a_kill_loses_and_a_guard_ends_the_loop(tmp_path: Path):
+    run = Run(("MoC", {"k": 1}))
+    life(tmp_path, run, kill_at=15)
+    guarded = life(tmp_path, replace(run, guarded=1e-6))
+    assert guarded["halt"]
+    assert len(guarded["begins"]) == 1, "it says so after its first step"
+    resumed = life(tmp_path, run)
+    assert resumed["begins"][0] == guarded["begins"][0] + 1
+    assert 0 < resumed["plt"] < 1
+
+
+def test_an_error_costs_the_step_that_it_came_in(tmp_path: Path):
+    """Memory that outlives the process gets the newest step, which the policy does not want."""
+    run = Run(("Dense", {"every_n_steps": 1_000}), memory=True)
+    outcomes = start_ranks(torchtitan_run.lived, 1, str(tmp_path), replace(run, raise_at=9), None, preload=WARM)
+    assert "the user's mistake" in outcomes[0].error
+    assert life(tmp_path, run)["restored"] == 9
+
+
+def test_a_finished_run_trains_nothing_and_a_longer_one_continues(tmp_path: Path):
+    undisturbed = life(tmp_path / "whole", Run())
+    first = life(tmp_path / "parts", Run(steps=10))
+    assert first["begins"] == [*range(10)]
+    assert life(tmp_path / "parts", Run(steps=10))["begins"] == []
+    longer = life(tmp_path / "parts", Run())
+    assert longer["begins"] == [*range(10, STEPS)]
+    require_alike(undisturbed, longer)
+
+
+def test_the_data_may_run_out(tmp_path: Path):
+    """torchtitan counts the step that it cancels then; the checkpoint has the one before."""
+    ended = life(tmp_path, Run(("Dense", {"every_n_steps": 1_000}), samples=9 * BATCH))
+    assert ended["at_end"][0] == 9
+    assert newest_step(tmp_path / "store") == 9
+
+
+def test_a_config_can_be_printed_and_copied():
+    config = CheckpointManager.Config(policy=MoC(k=2), memory=Memory(), resume="extend")
+    shown = json.loads(json.dumps(config.to_dict()))
+    assert (shown["policy"], shown["memory"], shown["resume"]) == (repr(MoC(k=2)), repr(Memory()), "extend")
+    assert replace(config) == config
+    assert config.enable
+
+
+def test_options_are_those_of_every_adapter():
+    assert {*OptionValues.__annotations__, "policy"} <= {field.name for field in fields(CheckpointManager.Config)}
+    own = fields(Options)
+    defaults = {field.name: field.default for field in own if field.default is not MISSING}
+    config = CheckpointManager.Config()
+    assert {name: getattr(config, name) for name in OptionValues.__annotations__ if name in defaults} == {
+        name: value for name, value in defaults.items() if name in OptionValues.__annotations__
+    }
+
+
+@pytest.mark.parametrize(
+    ("field", "says"),
+    [
+        ({"load_step": 3}, "load_step=3.*weights_from="),
+        ({"keep_latest_k": 2}, r"keep_latest_k=2.*RetentionPolicy\(keep_last="),
+        ({"initial_load_path": "/weights"}, "initial_load_path='/weights'.*weights_from="),
+        ({"last_save_in_hf": True}, "last_save_in_hf=True.*moe-ckpt export"),
+        ({"create_seed_checkpoint": True}, "create_seed_checkpoint=True"),
+        ({"exclude_from_loading": ["lr_scheduler"]}, "exclude_from_loading="),
+        ({"interval": 0}, "interval=0"),
+        ({"resume": "maybe"}, "resume='maybe'"),
+        ({"policy": "MoC"}, r"policy='MoC' is text"),
+        ({"folder": " "}, "dirpath="),
+    ],
+)
+def test_what_has_no_effect_is_refused_where_it_is_written(field: dict[str, Any], says: str):
+    with pytest.raises(ConfigError, match=f"(?s)CheckpointManager.Config.*{says}"):
+        CheckpointManager.Config(**field)
+
+
+def build(**parts: Any) -> CheckpointManager:
+    model = nn.Linear(2, 2)
+    given = {"model_parts": [model], "states": {}, "dataloader": None, "lr_schedulers": None}
+    optimizers = [torch.optim.SGD(model.parameters())]
+    return CheckpointManager.Config(policy=MoC()).build(**{**given, "optimizers": optimizers, **parts})
+
+
+def test_pipeline_stages_are_refused():
+    with pytest.raises(UnsupportedError, match="pipeline stages"):
+        build(model_parts=[nn.Linear(2, 2), nn.Linear(2, 2)])
+    trainer = SimpleNamespace(parallel_dims=SimpleNamespace(pp_enabled=True))
+    with pytest.raises(UnsupportedError, match="pipeline_parallel_degree=1"):
+        build(states={"train_state": trainer})
+
+
+def test_it_can_be_switched_off():
+    manager = CheckpointManager.Config(enable=False).build(
+        model_parts=[], states={}, dataloader=None, lr_schedulers=None, optimizers=[]
+    )
+    assert not manager.load()
+    assert not manager.save(1, last_step=True)
+    manager.maybe_wait_for_staging()
+    manager.close()

@@ -17,7 +17,7 @@ from torch.utils.data import IterableDataset
 import moe_ckpt
 from moe_ckpt import newest_step, policies
 
-STEPS, SEQ, BATCH, VOCAB, EXPERTS = 24, 16, 2, 64, 4
+STEPS, SEQ, BATCH, VOCAB, EXPERTS, TOP_K = 24, 16, 2, 64, 4, 2
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,7 @@ class Run:
 
     Attributes:
         policy: Name and arguments; None: without checkpoints.
+        guarded: Training halts when more tokens are lost than this proportion.
         memory: Checkpoints in memory that outlives the process.
         spmd: ``parallelism.spmd_backend``.
         expert_parallel: Ranks that share the experts.
@@ -40,6 +41,7 @@ class Run:
     """
 
     policy: tuple[str, dict[str, Any]] | None = ("Dense", {})
+    guarded: float | None = None
     memory: bool = False
     spmd: str = "partial_dtensor"
     expert_parallel: int = 1
@@ -90,7 +92,7 @@ def _model() -> Any:
         head_dim=16,
         moe_hidden_dim=16,
         num_experts=EXPERTS,
-        top_k=2,
+        top_k=TOP_K,
         attn_backend="flex",
         rope=CosSinRoPE.Config(dim=16, max_seq_len=64, theta=10_000.0),
         moe_comm_backend="standard",
@@ -140,6 +142,8 @@ def config(root: str, run: Run) -> Any:
         name, arguments = run.policy
         memory = moe_ckpt.Memory(directory=root, replicas=0) if run.memory else None
         policy = getattr(policies, name)(**arguments)
+        if run.guarded is not None:
+            policy = policies.Guarded(policy, run.guarded, "stop")
         checkpoint = CheckpointManager.Config(policy=policy, folder="store", memory=memory, **run.options)
     world = int(os.environ["WORLD_SIZE"])
     return Trainer.Config(
@@ -171,6 +175,7 @@ def lived(rank: int, world_size: int, root: str, run: Run, kill_at: int | None =
     """The state at the end; a process that is killed returns nothing."""
     torch.set_num_threads(1)
     trainer = config(root, run).build()
+    whole = lambda tensor: tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # noqa: E731
     losses: dict[int, float] = {}
     begins: list[int] = []
     step = trainer.train_step
@@ -188,29 +193,37 @@ def lived(rank: int, world_size: int, root: str, run: Run, kill_at: int | None =
     def log(number: int, loss: float, *_: Any, **__: Any) -> None:
         losses[number] = loss
 
-    trainer.train_step, trainer.metrics_processor.log = train_step, log
+    update, routed = trainer.optimizers.step, torch.zeros(2, EXPERTS)
+
+    def optimizer_step() -> None:
+        routed.add_(torch.stack([whole(block.moe.tokens_per_expert_E) for block in model.layers.values()]))
+        update()
+
+    model = trainer.model_parts[0]
+    trainer.train_step, trainer.metrics_processor.log, trainer.optimizers.step = train_step, log, optimizer_step
     try:
         trainer.train()
     except Exception:
         trainer.close()
         raise
     trainer.close()
-    whole = lambda tensor: tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # noqa: E731
-    model = trainer.model_parts[0]
     tensors = {f"model/{name}": whole(value) for name, value in model.state_dict().items()}
     for number, optimizer in enumerate(trainer.optimizers):
         for at, entries in sorted(optimizer.state_dict()["state"].items()):
             tensors |= {f"optimizer {number}/{at}/{key}": whole(value) for key, value in sorted(entries.items())}
     tensors["rng"] = torch.get_rng_state()
     checkpoint = trainer.checkpointer.checkpoint
-    dist.barrier()
+    book = None if checkpoint is None else checkpoint.session.run_ledger.tokens
+    if run.spmd == "partial_dtensor":  # else they are of all ranks
+        dist.all_reduce(routed)
     return {
         "tensors": tensors,
         "losses": losses,
         "begins": begins,
         "restored": None if checkpoint is None else checkpoint.restored_step,
-        "plt": None if checkpoint is None else checkpoint.session.run_ledger.tokens.plt,
-        "at_end": (trainer.step, trainer.ntokens_seen, [s.last_epoch for s in trainer.lr_schedulers]),
-        "bias": [block.moe.expert_bias_E.clone() for block in model.layers.values()],
-        "layers": [layer.name for layer in checkpoint.session.catalog.layers] if checkpoint else [],
+        "plt": None if book is None else book.plt,
+        "halt": checkpoint is not None and checkpoint.last is not None and checkpoint.last.halt,
+        "at_end": (trainer.step, trainer.ntokens_seen, [each.last_epoch for each in trainer.lr_schedulers]),
+        "bias": [whole(block.moe.expert_bias_E) for block in model.layers.values()],
+        "routed": (None if book is None else book.applied.tolist(), routed.tolist()),
     }

@@ -41,8 +41,8 @@ def _import() -> None:
     distributed.set_pg_timeouts = lambda **_: None
     FSDPModule.set_gradient_divide_factor = lambda self, factor: self.set_force_sum_reduction_for_comms(True)
 
-    def attend(self, q, k, v, *, attention_masks=None, scale=None, enable_gqa=False, **_: Any):
-        q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+    def attend(self, q_BLNH, k_BLNH, v_BLNH, *, attention_masks=None, scale=None, enable_gqa=False, **_: Any):
+        q, k, v = (each.transpose(1, 2) for each in (q_BLNH, k_BLNH, v_BLNH))  # shardings go by these names
         dropout = {"dropout_p": 0.1 * self.training, "is_causal": True, "scale": scale, "enable_gqa": enable_gqa}
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, **dropout).transpose(1, 2)
 

@@ -76,6 +76,16 @@ def block_in(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
 
 
+def own_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns this rank's part of what a layer computed; no rows of a part that an earlier rank holds too."""
+    if not is_dtensor(tensor):
+        return tensor
+    mesh: DeviceMesh = tensor.device_mesh  # type: ignore[attr-defined]
+    at = mesh.get_coordinate() or ()
+    repeated = any(p.is_replicate() and number for p, number in zip(tensor.placements, at, strict=False))  # type: ignore[attr-defined]
+    return block_in(tensor)[:0] if repeated else block_in(tensor)
+
+
 def block_of(tensor: torch.Tensor, what: str) -> LocalBlock:
     """This rank's block of ``tensor``; ``what`` names it in messages.
 
@@ -101,12 +111,33 @@ def _dtensor_block(tensor: DTensor, what: str) -> LocalBlock:
     mesh, placements = tensor.device_mesh, tensor.placements
     if any(placement.is_partial() for placement in placements):
         raise UnsupportedError(f"{what} is a DTensor with partial sums {placements}; reduce it before training starts")
+    if not _is_in_one_piece(mesh, placements):
+        raise UnsupportedError(
+            f"{what} is a DTensor whose part on a rank is not one piece of the whole, placed as {placements}; shard it "
+            "in another dimension, or by FSDP2 alone"
+        )
     with torch.no_grad():
         local = tensor.to_local().detach()
     shape, offsets, writer = _layout(tuple(tensor.shape), mesh, tuple(placements), mesh.get_rank())
     if shape != tuple(local.shape):
         raise UnsupportedError(f"{what} has local shape {tuple(local.shape)}, not the {shape} that {placements} gives")
     return LocalBlock(local, offsets, tuple(tensor.shape), not is_sharded(tensor), writer is not None, writer)
+
+
+def _is_in_one_piece(mesh: DeviceMesh, placements: Sequence[Placement]) -> bool:
+    """False where FSDP2's strided shards are not divided further by the mesh dimensions that they were made for.
+
+    A dimension that was sharded before (by experts, by tensor parallelism) is cut by FSDP2 into as many pieces a rank
+    as there are ranks in those mesh dimensions, to their right, each of which holds one of the pieces.
+    """
+    for at, placement in enumerate(placements):
+        pieces = getattr(placement, "split_factor", 1)
+        for after, other in enumerate(placements[at + 1 :], at + 1):
+            if pieces > 1 and getattr(other, "dim", None) == placement.dim:  # type: ignore[attr-defined]
+                pieces //= mesh.size(after)
+        if pieces > 1:
+            return False
+    return True
 
 
 @lru_cache(maxsize=1 << 16)

@@ -20,6 +20,7 @@ from torch import nn
 
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.errors import ConfigError
+from moe_ckpt.modeling.blocks import own_rows
 from moe_ckpt.modeling.discover import FoundLayer, RoutingSource
 from moe_ckpt.modeling.registry import Assignments
 from moe_ckpt.run.agreement import Deferred, StepTokens
@@ -299,7 +300,7 @@ class RoutingCounter:
                 count_tokens(self._table(at, tokens.device), tokens.detach())
             else:
                 _require_integers(value, layer, name)
-                count_assignments(self._table(at, value.device), value.detach())
+                count_assignments(self._table(at, value.device), own_rows(value.detach()))
                 if self._soft:
                     self._weigh(at, value, (*args, *kwargs.values()))
 
@@ -324,7 +325,7 @@ class RoutingCounter:
     ) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
             experts = _by_itself(read)(module, args, kwargs, output)
-            count_assignments(self._table(at, experts.device), experts.detach())
+            count_assignments(self._table(at, experts.device), own_rows(experts.detach()))
             if self._soft:
                 shown = output.values() if isinstance(output, Mapping) else output
                 self._weigh(at, experts, shown if isinstance(shown, (tuple, list)) else (shown,))
@@ -337,7 +338,7 @@ class RoutingCounter:
             if isinstance(value, torch.Tensor) and value.is_floating_point() and value.shape == experts.shape:
                 if self._soft[at].device != value.device:
                     self._soft[at] = self._soft[at].to(value.device)
-                count_weights(self._soft[at], experts.detach(), value.detach())
+                count_weights(self._soft[at], own_rows(experts.detach()), own_rows(value.detach()))
                 return
 
 

@@ -60,7 +60,8 @@ def scenarios(settings: Settings) -> tuple[Scenario, Scenario]:
 def command(scenario: Scenario, settings: Settings) -> list[str]:
     """What a user would type."""
     return [
-        str(ROOT / "recipes/gpt_moe_megatron/launch/torchrun.sh"),
+        str(ROOT / "recipes/launch/torchrun.sh"),
+        "recipes/gpt_moe_megatron/train.py",
         *scenario.overrides,
         f"trainer.train_iters={settings.steps}",
         f"run_dir={(settings.out / scenario.name).absolute()}",

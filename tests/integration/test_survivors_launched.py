@@ -34,7 +34,7 @@ from tests.support import warm
 from tests.support.srun import processes_of
 from tests.support.torchrun import torchrun
 
-SCRIPT = Path(__file__).resolve().parents[2] / "recipes" / "gpt_moe_lightning" / "launch" / "slurm.sbatch"
+SCRIPT = Path(__file__).resolve().parents[2] / "recipes" / "launch" / "slurm.sbatch"
 SEALED = re.compile(r"training stops \((\w+)\): rank (\d) keeps its state of step (\d+) in memory")
 
 
@@ -86,7 +86,7 @@ def job(run: Run, directory: Path) -> Iterator[subprocess.Popen[bytes]]:
     texts = {
         "scontrol": "#!/bin/sh\necho 127.0.0.1\n",
         "srun": f'#!/bin/sh\nexec {sys.executable} -m tests.support.srun "$@"\n',
-        "python": f"#!{sys.executable}\nimport os, sys\nat = sys.argv.index('recipes.gpt_moe_lightning.train')\n"
+        "python": f"#!{sys.executable}\nimport os, sys\nat = sys.argv.index('the program')\n"
         f"os.execv({sys.executable!r}, [{sys.executable!r}, *sys.argv[1:at], *{program}])\n",
     }
     for name, text in texts.items():
@@ -105,7 +105,11 @@ def job(run: Run, directory: Path) -> Iterator[subprocess.Popen[bytes]]:
     }
     with open(directory / "said", "ab") as said:
         process = subprocess.Popen(
-            ["bash", str(SCRIPT)], env=environment, stdout=said, stderr=said, start_new_session=True
+            ["bash", str(SCRIPT), "-m", "the program"],
+            env=environment,
+            stdout=said,
+            stderr=said,
+            start_new_session=True,
         )
     try:
         yield process

@@ -260,16 +260,3 @@ def test_sizes_of_a_papers_run():
 
 def test_the_help_shows_an_example():
     assert "sizes.py experiment=" in python(str(RECIPE / "sizes.py"), "--help", interpreter=sys.executable)
-
-
-# --- scripts ---
-
-
-@pytest.mark.parametrize("script", ["torchrun.sh", "slurm.sbatch"])
-def test_launch_scripts_parse_and_keep_the_rules(script):
-    path = RECIPE / "launch" / script
-    subprocess.run(["bash", "-n", str(path)], check=True)
-    text = path.read_text()
-    assert "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in text
-    assert "--max-restarts" in text
-    assert "recipes/gpt_moe_megatron/train.py" in text

@@ -95,7 +95,8 @@ def test_ranks_hold_what_sizes_says(overrides):
 
 def launched(run_dir, *overrides):
     """Each rank's log of a run of four processes under torchrun.sh."""
-    command = [str(RECIPE / "launch" / "torchrun.sh"), f"run_dir={run_dir}", "trainer.train_iters=8", *overrides]
+    program = [str(RECIPE.parent / "launch" / "torchrun.sh"), str(RECIPE / "train.py")]
+    command = [*program, f"run_dir={run_dir}", "trainer.train_iters=8", *overrides]
     done = subprocess.run(command, capture_output=True, text=True, timeout=500, env=os.environ | ENVIRONMENT)
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
     return [read(run_dir / f"log.rank{rank}.jsonl") for rank in range(4)], done.stdout

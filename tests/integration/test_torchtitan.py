@@ -42,18 +42,19 @@ def life(root: Path, run: Run, ranks: int = 1, kill_at: int | None = None) -> di
     [
         (Run(validate=True, optimizers=2), 1),
         (Run(WINDOWS, accumulate=2), 1),
-        (Run(LOG, memory=True), 1),
+        (Run(LOG, memory=True, recompute=True), 1),
         (Run(memory=True, workers=2), 1),
         (Run(memory=True, expert_parallel=2), 2),
         pytest.param(Run(WINDOWS, memory=True, validate=True), 2, marks=pytest.mark.slow),
         pytest.param(Run(LOG, memory=True, validate=True), 2, marks=pytest.mark.slow),
         pytest.param(Run(WINDOWS, memory=True, expert_parallel=2), 2, marks=pytest.mark.slow),
         pytest.param(Run(memory=True, expert_parallel=2, spmd="full_dtensor"), 2, marks=pytest.mark.slow),
+        pytest.param(Run(WINDOWS, memory=True, expert_parallel=2, tensor_parallel=2), 4, marks=pytest.mark.slow),
         pytest.param(Run(LOG, memory=True, expert_parallel=2, accumulate=2), 2, marks=pytest.mark.slow),
     ],
     ids=[
         *("dense", "windows", "log", "workers", "experts"),
-        *("windows-fsdp2", "log-fsdp2", "windows-experts", "full-dtensor", "log-experts"),
+        *("windows-fsdp2", "log-fsdp2", "windows-experts", "full-dtensor", "tensor-parallel", "log-experts"),
     ],
 )
 def test_killed_at_random_it_ends_with_the_same_bits(tmp_path: Path, run: Run, ranks: int):
@@ -62,7 +63,7 @@ def test_killed_at_random_it_ends_with_the_same_bits(tmp_path: Path, run: Run, r
     assert any(bias.any() for bias in undisturbed["bias"]), "which changes before the update"
     counted, routed = undisturbed["routed"]
     assert counted == routed, "torchtitan's own counts"
-    assert sum(counted[0]) == STEPS * BATCH * SEQ * ranks * run.accumulate * TOP_K
+    assert sum(counted[0]) == STEPS * BATCH * SEQ * ranks // run.tensor_parallel * run.accumulate * TOP_K
     kills = sorted({5, random.randrange(2, STEPS), random.randrange(6, STEPS), 20})
     for kill_at in kills:
         life(tmp_path / "killed", run, ranks, kill_at)

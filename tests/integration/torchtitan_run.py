@@ -29,7 +29,8 @@ class Run:
         guarded: Training halts when more tokens are lost than this proportion.
         memory: Checkpoints in memory that outlives the process.
         spmd: ``parallelism.spmd_backend``.
-        expert_parallel: Ranks that share the experts.
+        expert_parallel, tensor_parallel: Ranks that share the experts, and the other layers.
+        recompute: Layers are computed again in the backward pass, where torchtitan counts tokens again.
         accumulate: Batches a step.
         workers: Of the data loader.
         validate: A validation every five steps draws random numbers.
@@ -45,6 +46,8 @@ class Run:
     memory: bool = False
     spmd: str = "partial_dtensor"
     expert_parallel: int = 1
+    tensor_parallel: int = 1
+    recompute: bool = False
     accumulate: int = 1
     workers: int = 0
     validate: bool = False
@@ -88,7 +91,7 @@ def _model() -> Any:
         n_layers=2,
         dim=width,
         n_heads=2,
-        n_kv_heads=1,
+        n_kv_heads=2,
         head_dim=16,
         moe_hidden_dim=16,
         num_experts=EXPERTS,
@@ -108,6 +111,7 @@ def config(root: str, run: Run) -> Any:
     from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
     from torchtitan.components.validate import Validator
     from torchtitan.config import CompileConfig, DebugConfig, ParallelismConfig, TrainingConfig
+    from torchtitan.distributed.activation_checkpoint import FullAC
     from torchtitan.trainer import Trainer
 
     from moe_ckpt.torchtitan import CheckpointManager
@@ -158,13 +162,17 @@ def config(root: str, run: Run) -> Any:
         lr_scheduler=LRSchedulersContainer.Config(warmup_steps=2, total_steps=STEPS),
         training=TrainingConfig(
             local_batch_size=BATCH,
-            global_batch_size=BATCH * world * run.accumulate,
+            global_batch_size=BATCH * world // run.tensor_parallel * run.accumulate,
             seq_len=SEQ,
             steps=run.steps,
             disable_cuda_graphs=True,
         ),
-        parallelism=ParallelismConfig(spmd_backend=run.spmd, expert_parallel_degree=run.expert_parallel),
-        activation_checkpoint=None,
+        parallelism=ParallelismConfig(
+            spmd_backend=run.spmd,
+            expert_parallel_degree=run.expert_parallel,
+            tensor_parallel_degree=run.tensor_parallel,
+        ),
+        activation_checkpoint=FullAC.Config() if run.recompute else None,
         compile=CompileConfig(enable=False),
         debug=DebugConfig(seed=7),
         checkpoint=checkpoint,
@@ -215,7 +223,7 @@ def lived(rank: int, world_size: int, root: str, run: Run, kill_at: int | None =
     checkpoint = trainer.checkpointer.checkpoint
     book = None if checkpoint is None else checkpoint.session.run_ledger.tokens
     if run.spmd == "partial_dtensor":  # else they are of all ranks
-        dist.all_reduce(routed)
+        dist.all_reduce(routed.div_(run.tensor_parallel * (1 + run.recompute)))
     return {
         "tensors": tensors,
         "losses": losses,

@@ -26,7 +26,7 @@ from tests.integration.torchtitan_run import BATCH, SEQ, STEPS, TOP_K, Run
 from tests.support.processes import start_ranks
 
 WARM = "tests.support.torchtitan_warm"
-WINDOWS, LOG = ("MoEvement", {"window": 3}), ("GradientLog", {})
+WINDOWS, LOG, EXPERTS = ("MoEvement", {"window": 3}), ("GradientLog", {}), {"expert_parallel": 2}
 
 
 def life(root: Path, run: Run, ranks: int = 1, kill_at: int | None = None) -> dict[str, Any]:
@@ -44,17 +44,24 @@ def life(root: Path, run: Run, ranks: int = 1, kill_at: int | None = None) -> di
         (Run(WINDOWS, accumulate=2), 1),
         (Run(LOG, memory=True, recompute=True), 1),
         (Run(memory=True, workers=2), 1),
-        (Run(memory=True, expert_parallel=2), 2),
-        pytest.param(Run(WINDOWS, memory=True, validate=True), 2, marks=pytest.mark.slow),
-        pytest.param(Run(LOG, memory=True, validate=True), 2, marks=pytest.mark.slow),
-        pytest.param(Run(WINDOWS, memory=True, expert_parallel=2), 2, marks=pytest.mark.slow),
-        pytest.param(Run(memory=True, expert_parallel=2, spmd="full_dtensor"), 2, marks=pytest.mark.slow),
-        pytest.param(Run(WINDOWS, memory=True, expert_parallel=2, tensor_parallel=2), 4, marks=pytest.mark.slow),
-        pytest.param(Run(LOG, memory=True, expert_parallel=2, accumulate=2), 2, marks=pytest.mark.slow),
+        (Run(memory=True, degrees=EXPERTS), 2),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                (Run(memory=True, compiled=True), 1),
+                (Run(WINDOWS, memory=True, validate=True), 2),
+                (Run(LOG, memory=True, validate=True), 2),
+                (Run(LOG, memory=True, degrees=EXPERTS, accumulate=2), 2),
+                (Run(memory=True, degrees=EXPERTS, spmd="full_dtensor"), 2),
+                (Run(WINDOWS, memory=True, degrees={"context_parallel": 2}), 2),
+                (Run(WINDOWS, memory=True, degrees={**EXPERTS, "tensor_parallel": 2}), 4),
+                (Run(WINDOWS, memory=True, degrees={**EXPERTS, "data_parallel_replicate": 2}), 4),
+            )
+        ),
     ],
     ids=[
         *("dense", "windows", "log", "workers", "experts"),
-        *("windows-fsdp2", "log-fsdp2", "windows-experts", "full-dtensor", "tensor-parallel", "log-experts"),
+        *("compiled", "windows-fsdp2", "log-fsdp2", "log-experts", "full-dtensor", "context", "tensor", "replicated"),
     ],
 )
 def test_killed_at_random_it_ends_with_the_same_bits(tmp_path: Path, run: Run, ranks: int):
@@ -63,7 +70,7 @@ def test_killed_at_random_it_ends_with_the_same_bits(tmp_path: Path, run: Run, r
     assert any(bias.any() for bias in undisturbed["bias"]), "which changes before the update"
     counted, routed = undisturbed["routed"]
     assert counted == routed, "torchtitan's own counts"
-    assert sum(counted[0]) == STEPS * BATCH * SEQ * ranks // run.tensor_parallel * run.accumulate * TOP_K
+    assert sum(counted[0]) == STEPS * BATCH * SEQ * run.readers(ranks) * run.accumulate * TOP_K
     kills = sorted({5, random.randrange(2, STEPS), random.randrange(6, STEPS), 20})
     for kill_at in kills:
         life(tmp_path / "killed", run, ranks, kill_at)
@@ -112,6 +119,12 @@ def test_the_data_may_run_out(tmp_path: Path):
     ended = life(tmp_path, Run(("Dense", {"every_n_steps": 1_000}), samples=9 * BATCH))
     assert ended["at_end"][0] == 9
     assert newest_step(tmp_path / "store") == 9
+
+
+def test_data_that_is_divided_otherwise_is_refused(tmp_path: Path):
+    life(tmp_path, Run(), kill_at=5)
+    outcomes = start_ranks(torchtitan_run.lived, 2, str(tmp_path), Run(), None, preload=WARM)
+    assert "divided its data by 1, and this one by 2" in outcomes[0].error
 
 
 def test_a_config_can_be_printed_and_copied():

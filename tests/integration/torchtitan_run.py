@@ -29,7 +29,8 @@ class Run:
         guarded: Training halts when more tokens are lost than this proportion.
         memory: Checkpoints in memory that outlives the process.
         spmd: ``parallelism.spmd_backend``.
-        expert_parallel, tensor_parallel: Ranks that share the experts, and the other layers.
+        degrees: Of parallelism, where not 1.
+        compiled: By torch.compile, block by block.
         recompute: Layers are computed again in the backward pass, where torchtitan counts tokens again.
         accumulate: Batches a step.
         workers: Of the data loader.
@@ -45,8 +46,8 @@ class Run:
     guarded: float | None = None
     memory: bool = False
     spmd: str = "partial_dtensor"
-    expert_parallel: int = 1
-    tensor_parallel: int = 1
+    degrees: dict[str, int] = field(default_factory=dict)
+    compiled: bool = False
     recompute: bool = False
     accumulate: int = 1
     workers: int = 0
@@ -56,6 +57,10 @@ class Run:
     steps: int = STEPS
     raise_at: int | None = None
     options: dict[str, Any] = field(default_factory=dict)
+
+    def readers(self, ranks: int) -> int:
+        """Of different batches, among all ranks."""
+        return ranks // (self.degrees.get("tensor_parallel", 1) * self.degrees.get("context_parallel", 1))
 
 
 class Words(IterableDataset):
@@ -162,18 +167,17 @@ def config(root: str, run: Run) -> Any:
         lr_scheduler=LRSchedulersContainer.Config(warmup_steps=2, total_steps=STEPS),
         training=TrainingConfig(
             local_batch_size=BATCH,
-            global_batch_size=BATCH * world // run.tensor_parallel * run.accumulate,
+            global_batch_size=BATCH * run.readers(world) * run.accumulate,
             seq_len=SEQ,
             steps=run.steps,
             disable_cuda_graphs=True,
         ),
         parallelism=ParallelismConfig(
             spmd_backend=run.spmd,
-            expert_parallel_degree=run.expert_parallel,
-            tensor_parallel_degree=run.tensor_parallel,
+            **{f"{name}_degree": degree for name, degree in run.degrees.items()},
         ),
         activation_checkpoint=FullAC.Config() if run.recompute else None,
-        compile=CompileConfig(enable=False),
+        compile=CompileConfig(enable=run.compiled, components=["model"]),
         debug=DebugConfig(seed=7),
         checkpoint=checkpoint,
     )
@@ -223,7 +227,7 @@ def lived(rank: int, world_size: int, root: str, run: Run, kill_at: int | None =
     checkpoint = trainer.checkpointer.checkpoint
     book = None if checkpoint is None else checkpoint.session.run_ledger.tokens
     if run.spmd == "partial_dtensor":  # else they are of all ranks
-        dist.all_reduce(routed.div_(run.tensor_parallel * (1 + run.recompute)))
+        dist.all_reduce(routed.div_(run.degrees.get("tensor_parallel", 1) * (1 + run.recompute)))
     return {
         "tensors": tensors,
         "losses": losses,

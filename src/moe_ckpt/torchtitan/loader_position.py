@@ -33,8 +33,8 @@ class LoaderPosition:
         """
         if state["ranks"] != self._loader.dp_world_size:
             raise ConfigError(
-                f"the checkpoint's run divided its data over {state['ranks']} ranks, and this one over "
-                f"{self._loader.dp_world_size}: positions cannot be carried over. Use as many again, or start a new "
+                f"the checkpoint's run divided its data by {state['ranks']}, and this one by {self._loader.dp_world_size}: "
+                "positions in the data cannot be carried over. Use as many ranks for data parallelism, or start a new "
                 "run with weights_from="
             )
         StatefulDataLoader.load_state_dict(self._loader, state["loader"])

@@ -31,10 +31,11 @@ class LoaderPosition:
         Raises:
             ConfigError: The data is divided over another number of ranks.
         """
-        if state["ranks"] != self._loader.dp_world_size:
+        ranks = self._loader.dp_world_size
+        if state["ranks"] != ranks:
             raise ConfigError(
-                f"the checkpoint's run divided its data by {state['ranks']}, and this one by {self._loader.dp_world_size}: "
-                "positions in the data cannot be carried over. Use as many ranks for data parallelism, or start a new "
-                "run with weights_from="
+                f"the checkpoint's run divided its data by {state['ranks']}, and this one by {ranks}: positions in the "
+                "data cannot be carried over. Use as many ranks for data parallelism, or start a new run with "
+                "weights_from="
             )
         StatefulDataLoader.load_state_dict(self._loader, state["loader"])

@@ -48,11 +48,25 @@ def steps_an_epoch(run: Run, ranks: int = 1) -> int:
         (Run(LOG, memory=True), 1),
         (Run(memory=True), 2),
         (Run(WINDOWS, memory=True, accumulate=2, fsdp2=True), 2),
+        (Run(settings={"dataloader_num_workers": 1, "dataloader_persistent_workers": True}), 1),
+        (Run(settings={"eval_on_start": True, "greater_is_better": True}, patience=6), 1),
         pytest.param(Run(WINDOWS, accumulate=4), 1, marks=pytest.mark.slow),
         pytest.param(Run(LOG, memory=True, accumulate=4), 1, marks=pytest.mark.slow),
         pytest.param(Run(LOG, memory=True, fsdp2=True), 2, marks=pytest.mark.slow),
     ],
-    ids=["dense", "accumulated", "windows", "log", "ddp", "windows-fsdp2", "windows-acc", "log-acc", "log-fsdp2"],
+    ids=[
+        "dense",
+        "accumulated",
+        "windows",
+        "log",
+        "ddp",
+        "windows-fsdp2",
+        "workers",
+        "patience",
+        "windows-acc",
+        "log-acc",
+        "log-fsdp2",
+    ],
 )
 def test_killed_at_random_it_ends_with_the_same_bits(tmp_path: Path, run: Run, ranks: int):
     """Within an epoch, at its end and anywhere; an evaluation every five steps draws random numbers."""
@@ -138,6 +152,25 @@ def test_it_continues_trainers_own_checkpoint_and_then_its_own(tmp_path: Path):
     assert run_ranks(_beside_trainers_own, 1, str(tmp_path)) == [[10, 25]]
 
 
+def _own_is_older(rank: int, world_size: int, root: str) -> int:
+    """Trainer's own checkpoint is of step 10, and the store has step 4 only, as a kill leaves it behind a slow disk."""
+    life = Run(settings={"save_strategy": "steps", "save_steps": 10, "max_steps": 4})
+    transformers_run.trainer(root, life, *transformers_run.callback(root, life)).train()
+    transformers_run.trainer(root, Run(None, settings={**life.settings, "max_steps": 10})).train()
+    both = Run(settings={"max_steps": 12})
+    trained = transformers_run.trainer(root, both, *transformers_run.callback(root, both))
+    trained.train(resume_from_checkpoint=True)
+    return trained._initial_global_step
+
+
+def test_a_script_that_always_resumes_from_trainers_own_checkpoint_restarts(tmp_path: Path, capfd):
+    assert run_ranks(_own_is_older, 1, str(tmp_path)) == [4]
+    assert (
+        "Trainer had resumed at step 10 from its own checkpoint. Training continues from step 4"
+        in capfd.readouterr().err
+    )
+
+
 @pytest.mark.parametrize(
     ("settings", "says"),
     [
@@ -159,10 +192,19 @@ def test_two_of_them_are_refused(tmp_path: Path):
         transformers_run.trainer(str(tmp_path), Run(), *ours).train()
 
 
-def test_another_accumulation_is_refused(tmp_path: Path):
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        (Run(accumulate=4), "gradient_accumulation_steps was 1 and is 4"),
+        (Run(settings={"per_device_train_batch_size": 1}), "per_device_train_batch_size was 2 and is 1"),
+        (Run(settings={"seed": 4}), "seed was 3 and is 4"),
+    ],
+    ids=["accumulation", "batch", "seed"],
+)
+def test_other_data_within_an_epoch_are_refused(tmp_path: Path, changed: Run, says: str):
     life(tmp_path, Run(), kill_at=5)
-    outcomes = start_ranks(transformers_run.lived, 1, str(tmp_path), Run(accumulate=4), None)
-    assert "gradient_accumulation_steps=1, and this one has 4" in outcomes[0].error
+    outcomes = start_ranks(transformers_run.lived, 1, str(tmp_path), changed, None)
+    assert says in outcomes[0].error
 
 
 def test_options_are_checked_where_they_are_written(tmp_path: Path):

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from accelerate.state import DistributedType, PartialState
+from torch.distributed.tensor import DTensor
 from transformers import (
     EarlyStoppingCallback,
     Qwen3MoeConfig,
@@ -35,6 +37,7 @@ class Run:
         fsdp2: Sharded by ``fully_shard``, by accelerate; else DDP where there are several ranks.
         settings: Further ones of ``TrainingArguments``.
         masked: The collator draws random numbers.
+        patience: Evaluations without a better one, after which training stops.
         raise_at: An error is raised in the forward pass after this step.
     """
 
@@ -44,6 +47,7 @@ class Run:
     fsdp2: bool = False
     settings: dict[str, Any] = field(default_factory=dict)
     masked: bool = False
+    patience: int = 50
     raise_at: int | None = None
 
 
@@ -115,6 +119,9 @@ def trainer(root: str, run: Run, *callbacks: TrainerCallback) -> Trainer:
             **run.settings,
         }
     )
+    if run.fsdp2:  # accelerate shards on accelerators only: gloo's collectives are those of any of them
+        assert arguments.device.type == "cpu"
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_NPU
     data = dataset()
     return Trainer(
         model=model(),
@@ -143,10 +150,11 @@ def lived(rank: int, world_size: int, root: str, run: Run, kill_at: int | None =
     """The state at the end; a process that is killed returns nothing."""
     torch.set_num_threads(1)
     os.environ["MASTER_ADDR"] = "127.0.0.1"  # accelerate asks for it, and does not use it: there is a process group
-    patience = EarlyStoppingCallback(early_stopping_patience=50)
+    patience = EarlyStoppingCallback(early_stopping_patience=run.patience)
     ours, dies = callback(root, run), _Dies(run, kill_at, f"{root}/store")
     trained = trainer(root, run, *ours, patience, dies)
     result = trained.train()
+    assert run.fsdp2 is any(isinstance(parameter, DTensor) for parameter in trained.model.parameters())
     checkpoint = ours[0].checkpoint if ours else None
     whole = lambda tensor: tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # noqa: E731
     tensors = {key: whole(value) for key, value in trained.accelerator.unwrap_model(trained.model).state_dict().items()}

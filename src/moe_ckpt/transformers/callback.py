@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -20,7 +21,7 @@ from moe_ckpt.transformers.progress import TrainerProgress
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-_Original = Callable[..., Any]
+log = logging.getLogger(__name__)
 
 
 class MoECheckpointCallback(TrainerCallback):
@@ -70,6 +71,8 @@ class MoECheckpointCallback(TrainerCallback):
         return result
 
     def _close(self, error: BaseException | None) -> None:
+        if self._progress is not None:
+            self._progress.close()
         if self.checkpoint is not None:
             self.checkpoint.__exit__(None if error is None else type(error), error, None)
 
@@ -87,13 +90,14 @@ class MoECheckpointCallback(TrainerCallback):
         self.checkpoint = PlainCheckpoint(self._options, trainer.model_wrapped, [trainer.optimizer], stateful)
         position = self.checkpoint.resume(step=before)
         if position.step < before:
-            raise ConfigError(
-                f"Trainer resumed at step {before} from its own checkpoint, and {self._options.dirpath} at step "
-                f"{position.step} from an older one: call train() without resume_from_checkpoint to continue from step "
-                f"{position.step}, or choose another dirpath to continue from step {before}"
+            log.warning(
+                "Trainer had resumed at step %d from its own checkpoint. Training continues from step %d of %s, with "
+                "the bits of the run. Call train() without resume_from_checkpoint; to continue from step %d, choose "
+                "another dirpath",
+                *(before, position.step, self._options.dirpath, before),
             )
         if position.restored:
-            progress.resumed(position.step)
+            progress.resumed(position.step, self.checkpoint)
         else:
             progress.begins()
         self._is_first, self._is_uncounted = True, False
@@ -137,6 +141,11 @@ class MoECheckpointCallback(TrainerCallback):
         if self._progress is not None:
             self._is_uncounted = True
             self._progress.updates += 1
+
+    def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """An evaluation is over."""
+        if self._progress is not None:
+            self._progress.has_evaluated = True
 
     def _count(self, state: TrainerState) -> None:
         if self._is_uncounted and self.checkpoint is not None and self._progress is not None:

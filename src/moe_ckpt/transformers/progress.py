@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.trainer_callback import ExportableState
 
@@ -37,14 +38,16 @@ class TrainerProgress:
         epoch: The epoch that the next optimizer step belongs to, from 0.
         updates: Optimizer steps of that epoch that are done.
         is_in_training: Whether a step was counted; else the state is that before the first batch is loaded.
+        has_evaluated: Whether an evaluation is over.
     """
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer: Any = trainer  # much of what is set below is private to it
         self.epoch = self.updates = 0
-        self.is_in_training = False
+        self.is_in_training = self.has_evaluated = False
         self._resumed = False
         self._warned = False
+        self._eval_on_start = trainer.args.eval_on_start
         self._rng: Mapping[str, Any] = {}  # before the epoch's order was drawn
 
     # --- saved and restored ---
@@ -56,8 +59,9 @@ class TrainerProgress:
             "epoch": self.epoch,
             "updates": self.updates,
             "is_in_training": self.is_in_training,
+            "has_evaluated": self.has_evaluated,
             "rng": self._rng,
-            "accumulate": trainer.args.gradient_accumulation_steps,
+            "data": self._data(),
             "state": {name: getattr(trainer.state, name) for name in _OF_STATE},
             "sums": {name: _copied(getattr(trainer, name)) for name in _OF_TRAINER},
             "callbacks": [[type(one).__name__, dict(one.state()["attributes"])] for one in self._callbacks()],
@@ -67,18 +71,22 @@ class TrainerProgress:
         """Restores what ``state_dict`` returned.
 
         Raises:
-            ConfigError: Gradients are accumulated over another number of batches, so the position is another one.
+            ConfigError: Other data, or batches of another size, within an epoch: the position is another one.
         """
         trainer = self.trainer
-        accumulate = trainer.args.gradient_accumulation_steps
-        if state["accumulate"] != accumulate:
+        before, now = state["data"], self._data()
+        changed = [
+            f"{name} was {before.get(name)!r} and is {now[name]!r}" for name in now if before.get(name) != now[name]
+        ]
+        if changed and state["updates"]:
             raise ConfigError(
-                f"the checkpoint's run had gradient_accumulation_steps={state['accumulate']}, and this one has "
-                f"{accumulate}: its position in the data would be another one. Set {state['accumulate']} again, or "
-                "start a new run with weights_from= and another dirpath"
+                f"the checkpoint is within an epoch, and its data have changed: {'; '.join(changed)}. Its position "
+                "would be another one. Set what the run had, or start a new run with weights_from= and another dirpath"
             )
+        if changed:
+            log.warning("the next epoch begins with other data than the run had: %s", "; ".join(changed))
         self.epoch, self.updates, self.is_in_training = state["epoch"], state["updates"], state["is_in_training"]
-        self._rng = state["rng"]
+        self._rng, self.has_evaluated = state["rng"], state["has_evaluated"]
         for name, value in state["state"].items():
             setattr(trainer.state, name, value)
         for name, value in state["sums"].items():
@@ -87,6 +95,19 @@ class TrainerProgress:
         if [type(one).__name__ for one in callbacks] == [name for name, _ in state["callbacks"]]:
             for one, (_, attributes) in zip(callbacks, state["callbacks"], strict=True):
                 vars(one).update(attributes)
+
+    def _data(self) -> dict[str, Any]:
+        """What the position in the data depends on."""
+        trainer, arguments = self.trainer, self.trainer.args
+        sized = hasattr(trainer.train_dataset, "__len__")
+        return {
+            "gradient_accumulation_steps": arguments.gradient_accumulation_steps,
+            "per_device_train_batch_size": trainer._train_batch_size,
+            "ranks": arguments.world_size,
+            "seed": arguments.seed if arguments.data_seed is None else arguments.data_seed,
+            "train_sampling_strategy": str(arguments.train_sampling_strategy),
+            "samples": len(trainer.train_dataset) if sized else None,
+        }
 
     def _callbacks(self) -> list[Any]:
         return [one for one in self.trainer.callback_handler.callbacks if isinstance(one, ExportableState)]
@@ -97,10 +118,17 @@ class TrainerProgress:
         """Nothing was restored: training begins where ``Trainer`` begins, at step 0 or at its own checkpoint."""
         self.epoch = -1
 
-    def resumed(self, step: int) -> None:
-        """The state was restored: training goes on at ``step``, which logs count from."""
+    def resumed(self, step: int, checkpoint: PlainCheckpoint) -> None:
+        """The state was restored from ``checkpoint``: training goes on at ``step``, which logs count from."""
         trainer = self.trainer
         self._resumed = True
+        if not self.is_in_training:
+            return
+        trainer.args.eval_on_start = False  # the run did it, and callbacks have counted it
+        _iterate_quietly(trainer.callback_handler.train_dataloader, checkpoint)
+        if self.has_evaluated:
+            load = trainer.get_eval_dataloader
+            trainer.get_eval_dataloader = lambda *args, **kwargs: _iterate_quietly(load(*args, **kwargs), checkpoint)
         trainer._initial_global_step = trainer.state.global_step = step
         trainer._initial_num_input_tokens_seen = trainer.state.num_input_tokens_seen
         trainer._total_loss_scalar = -trainer._tr_loss.item()  # at the end Trainer reports the loss of this call alone
@@ -109,6 +137,11 @@ class TrainerProgress:
         """Restores the random numbers of a checkpoint, which was made when the same batch had been loaded."""
         if self._resumed and self.is_in_training:
             checkpoint.restore_generators()
+
+    def close(self) -> None:
+        """Training has ended: ``Trainer`` has its settings back."""
+        vars(self.trainer).pop("get_eval_dataloader", None)
+        self.trainer.args.eval_on_start = self._eval_on_start
 
     # --- every epoch ---
 
@@ -172,6 +205,14 @@ class TrainerProgress:
             return batches
 
         return watched
+
+
+def _iterate_quietly(loader: Any, checkpoint: PlainCheckpoint) -> Any:
+    """Lets a loader whose workers stay draw no seed for them: the run did that when it was first iterated."""
+    inner = getattr(loader, "base_dataloader", loader)
+    if isinstance(inner, DataLoader) and inner.persistent_workers:
+        checkpoint.iterate_quietly(inner)
+    return loader
 
 
 def _copied(value: Any) -> Any:

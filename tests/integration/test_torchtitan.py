@@ -167,9 +167,10 @@ def test_what_has_no_effect_is_refused_where_it_is_written(field: dict[str, Any]
 
 def build(**parts: Any) -> CheckpointManager:
     model = nn.Linear(2, 2)
-    given = {"model_parts": [model], "states": {}, "dataloader": None, "lr_schedulers": None}
-    optimizers = [torch.optim.SGD(model.parameters())]
-    return CheckpointManager.Config(policy=MoC()).build(**{**given, "optimizers": optimizers, **parts})
+    optimizer = torch.optim.SGD(model.parameters())
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
+    given = {"model_parts": [model], "optimizers": [optimizer], "lr_schedulers": schedule}
+    return CheckpointManager.Config().build(**{"states": {}, "dataloader": None, **given, **parts})
 
 
 def test_pipeline_stages_are_refused():
@@ -178,6 +179,18 @@ def test_pipeline_stages_are_refused():
     trainer = SimpleNamespace(parallel_dims=SimpleNamespace(pp_enabled=True))
     with pytest.raises(UnsupportedError, match="pipeline_parallel_degree=1"):
         build(states={"train_state": trainer})
+
+
+def test_a_folder_of_torchtitans_own_manager_is_refused(tmp_path: Path):
+    (tmp_path / "checkpoint" / "step-500").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="step-500, which cannot be resumed from here"):
+        build(base_folder=str(tmp_path))
+
+
+def test_one_that_trained_nothing_can_be_closed(tmp_path: Path):
+    manager = build(base_folder=str(tmp_path))
+    manager.close()
+    manager.close()
 
 
 def test_it_can_be_switched_off():

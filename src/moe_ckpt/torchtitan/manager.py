@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
@@ -41,6 +42,7 @@ _INSTEAD = {
     "load_only": "set policy=Dense(every_n_steps=...) to a number of steps that the run does not reach",
 }
 """Fields of torchtitan's own managers that mean nothing here -> what to do."""
+_THEIRS = re.compile(r"step-\d+")
 
 
 class CheckpointManager(BaseCheckpointManager):
@@ -136,6 +138,7 @@ class CheckpointManager(BaseCheckpointManager):
             is_pickled = isinstance(dataloader, ParallelAwareDataloader)
             stateful[DATALOADER] = LoaderPosition(dataloader) if is_pickled else dataloader
         options = config.options(base_folder)
+        _require_own_folder(options.dirpath)
         self.checkpoint = PlainCheckpoint(options, model_parts[0], list(optimizers), stateful)
         self._is_loaded, self._step = False, 0
         self._validated: Callable[[], None] | None = None
@@ -203,12 +206,22 @@ class CheckpointManager(BaseCheckpointManager):
     def _close(self) -> None:
         """Training has ended, or failed: torchtitan calls this while it handles the error."""
         checkpoint, error = self._open(), sys.exc_info()[1]
-        if error is None and self._is_loaded:
-            if self._trainer is not None:
-                self._trainer.step = self._step  # it counts a step that it cancels, when data runs out
-            checkpoint.__exit__(None, None, None)
-        else:
-            checkpoint.close(failure=error)
+        if error is None and not self._is_loaded:
+            checkpoint.close()
+            return
+        if error is None and self._trainer is not None:
+            self._trainer.step = self._step  # it counts a step that it cancels, when data runs out
+        checkpoint.__exit__(None if error is None else type(error), error, None)
+
+
+def _require_own_folder(path: str) -> None:
+    """Raises where torchtitan's own manager has saved this run, which would start from scratch."""
+    theirs = [name for name in filesystem.listdir(path) if _THEIRS.fullmatch(name)] if filesystem.isdir(path) else []
+    if theirs:
+        raise ConfigError(
+            f"CheckpointManager.Config(folder=...): {path} holds checkpoints of torchtitan's own manager, such as "
+            f"{theirs[0]}, which cannot be resumed from here. Choose another folder for a new run"
+        )
 
 
 def _require_supported(model_parts: Sequence[nn.Module], trainer: Any) -> None:

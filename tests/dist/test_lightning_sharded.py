@@ -173,7 +173,7 @@ def test_two_ranks_resume_exactly(tmp_path, strategy):
 
 @pytest.mark.parametrize(("strategy", "alike"), [("ddp", True), ("fsdp2", False)])
 def test_a_profile_tells_whether_one_rank_can_give_back_what_another_had(tmp_path, strategy, alike):
-    run_ranks(_fit, 2, str(tmp_path), strategy, None, "auto", 3)
+    run_ranks(_fit, 2, str(tmp_path), strategy, None, "auto", 8)
     found = read_profile(tmp_path / "profile.json")
     (life,) = found.lives
     assert (life.pp, life.dp, life.ep, life.held_alike) == (1, 2, 1, alike)

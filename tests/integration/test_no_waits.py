@@ -14,8 +14,8 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from moe_ckpt.callbacks import MoECheckpoint, lightning_state
-from moe_ckpt.callbacks import fit as fit_module
 from moe_ckpt.comm.communicator import SoloCommunicator
+from moe_ckpt.driver import torch_model
 from moe_ckpt.gradient_log import capture
 from moe_ckpt.gradient_log.recording import RunLog
 from moe_ckpt.interop.whole import lightning_checkpoint
@@ -199,7 +199,7 @@ class AnswersBeforeUpdates(pl.Callback):
 def test_epochs_end_and_validations_begin_before_the_ranks_agree(tmp_path, monkeypatch, policy, precision):
     """Only the join before an update waits for them, also for the types that kernels read under mixed precision."""
     comm = LateCommunicator(patience_secs=120.0)
-    monkeypatch.setattr(fit_module, "make_communicator", lambda *_, **__: comm)
+    monkeypatch.setattr(torch_model, "make_communicator", lambda *_, **__: comm)
     told = []
     monkeypatch.setattr(CheckpointSession, "set_compute_types", lambda _, types: told.append(types))
     ckpt = MoECheckpoint(policy, tmp_path, when_busy="wait")
@@ -256,7 +256,7 @@ def norms_read(windows: Windows) -> dict[str, Any]:
         (snapshot, "copy_here", copy_as_before, "copy_", "slices.snapshot.copy_at_once"),
         (Windows, "recorded", norms_read, "item", "callbacks.host.capture"),
         (lightning_state, "_scaler_state", lambda precision: precision.state_dict(), "item", "lightning_state"),
-        (fit_module, "make_communicator", lambda *_, **__: SoloCommunicator(), "Event.synchronize", "after_update"),
+        (torch_model, "make_communicator", lambda *_, **__: SoloCommunicator(), "Event.synchronize", "after_update"),
     ],
     ids=["counts", "buffers", "norms", "loss scale", "agreement"],
 )

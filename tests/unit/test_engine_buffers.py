@@ -198,7 +198,9 @@ class Roles(RuleBasedStateMachine):
     @rule()
     def write(self):
         number, buffer = self.snapshots[0]
-        self.tier.offer(snapshot_in(buffer, SimpleNamespace(step=number, generation=0, parts=())))
+        self.tier.offer(
+            snapshot_in(buffer, SimpleNamespace(step=number, identity=SimpleNamespace(generation=0), parts=()))
+        )
         self.offered = True
 
     @precondition(lambda self: self.snapshots)

@@ -569,7 +569,7 @@ def test_where_nothing_survived_the_ranks_only_agree_on_that(tmp_path):
     host_tier.release_host_memory()
     with Life(LocalStorage(tmp_path), policy=moc(), comm=Counting()) as life:
         come_back(life)
-    assert calls == [7, 1, 2, 2, 2], (
+    assert calls == [5, 1, 2, 2, 2], (
         "what memory is like, anything is held, all opened the checkpoint, verified it and wrote it"
     )
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from itertools import combinations, pairwise
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_ckpt.core.window import OperatorBytes
-from moe_ckpt.policies.rolling import bytes_per_parameter, even_slots
+from moe_ckpt.policies.rolling import even_slots
 
 
 def slot_bytes(slots, sizes):
@@ -30,21 +29,10 @@ def models(draw):
     return {f"o{at}": OperatorBytes(gradient + more, 0, gradient) for at, (more, gradient) in enumerate(drawn)}
 
 
-@pytest.mark.parametrize(("gradient", "expected"), [(2, 4.0), (4, 5.6)])
-def test_the_formula_at_five_steps_a_round(gradient, expected):
-    assert bytes_per_parameter(5, gradient) == pytest.approx(expected)
-
-
 def test_equal_operators_weigh_what_the_formula_says():
     sizes = {f"o{at}": OperatorBytes(12, 0, 2) for at in range(20)}
     weights = slot_bytes(even_slots(tuple(sizes), sizes, 5), sizes)
-    assert set(weights) == {20 * bytes_per_parameter(5, 2)}
-
-
-def test_a_round_of_one_step_saves_everything_in_full():
-    assert bytes_per_parameter(1, 2) == 12.0
-    with pytest.raises(ValueError, match="0 steps"):
-        bytes_per_parameter(0, 2)
+    assert set(weights) == {20 * (12 + 2 * 4) / 5}, "full/W + g (W - 1)/W of each parameter"
 
 
 @given(models(), st.integers(1, 6))

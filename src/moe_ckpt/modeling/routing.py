@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -271,12 +272,8 @@ class RoutingCounter:
         """Returns ``hook``, called in passes of training, and counted by the stopwatch where it is not compiled."""
 
         def counted(module: nn.Module, *args: Any) -> None:
-            if not self._passes.include(module):
-                return
-            if torch.compiler.is_compiling():
-                hook(module, *args)
-            else:
-                with self._stopwatch:
+            with nullcontext() if torch.compiler.is_compiling() else self._stopwatch:
+                if self._passes.include(module):
                     hook(module, *args)
 
         return counted

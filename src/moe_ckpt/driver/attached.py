@@ -130,8 +130,10 @@ class AttachedCheckpoint(ABC):
 
     @property
     def recovery_plan(self) -> RecoveryPlan | None:
-        """Returns where each operator of the checkpoint that training resumed from came from on this rank: memory of
-        this node, of others, or storage. None before ``resume``, and for a new run."""
+        """The recovery plan of the checkpoint that training resumed from, on this rank; None before, and for a new run.
+
+        It says of each operator whether it came from memory of this node or of others, or from storage.
+        """
         return None if self._driver.restored is None else self._driver.restored.plan
 
     @property

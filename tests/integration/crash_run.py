@@ -47,10 +47,11 @@ from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 from benchmarks.tokens_at_risk import InTurn
 from moe_ckpt import Memory
-from moe_ckpt.callbacks import MoECheckpoint, fit
+from moe_ckpt.callbacks import MoECheckpoint
 from moe_ckpt.core import cadence
 from moe_ckpt.data import RecoverableDistributedSampler
 from moe_ckpt.driver import run as driver_run
+from moe_ckpt.driver import torch_model
 from moe_ckpt.format.manifest import MANIFEST_NAME
 from moe_ckpt.format.slot import GRADIENTS, decode_slot
 from moe_ckpt.memory.slot import Slot
@@ -709,14 +710,14 @@ def main(run: Run) -> None:
 
 def _enter_between(network: str) -> None:
     """Join a network when all groups are made, and before copies are."""
-    plain = fit.make_communicator
+    plain = torch_model.make_communicator
 
     def entering(*args: Any, **kwargs: Any) -> Any:
         comm = plain(*args, **kwargs)
         enter(network)
         return comm
 
-    fit.make_communicator = entering
+    torch_model.make_communicator = entering
 
 
 def train(run: Run, rank: int, trainer: pl.Trainer, module: pl.LightningModule) -> None:

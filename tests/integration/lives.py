@@ -194,9 +194,9 @@ def free_port() -> int:
 
 
 def output(run: Run) -> str:
-    """The last words of the program, for a failure's message."""
+    """The program's last messages."""
     try:
-        return Path(f"{run.log}.txt").read_text()[-6000:]
+        return Path(f"{run.log}.txt").read_text()[-12000:]
     except FileNotFoundError:
         return "(no output)"
 

@@ -81,7 +81,12 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--steps", type=int, default=12, help="counted steps of each policy (default 12)")
     made.add_argument("--peer-saves", type=int, default=10, help="counted saves of the peer, 0 for none (default 10)")
     made.add_argument("--peer-secs", type=float, default=60.0, help="fewer of them after so long (default 60)")
-    made.add_argument("--memory-gib", type=int, default=14, help="address space of a rank (default 14)")
+    made.add_argument(
+        "--memory-gib",
+        type=int,
+        default=14,
+        help="address space of a rank, beside what is reserved for checkpoints (default 14)",
+    )
     made.add_argument("--quick", action="store_true", help="4x8 only, few steps: to see that it runs")
     made.add_argument("--dir", type=Path, default=None, help="where checkpoints are written (default: /dev/shm)")
     made.add_argument("--write", action="store_true", help="keep JSON, tables and the picture in results/")

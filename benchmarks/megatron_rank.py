@@ -16,6 +16,7 @@ from typing import Any
 from benchmarks import megatron_ours, megatron_peer, report
 from benchmarks.failing import Failures
 from benchmarks.megatron_world import Case, build
+from moe_ckpt.tiers.limits import default_budget_bytes
 
 
 def main(argv: list[str]) -> int:
@@ -23,7 +24,8 @@ def main(argv: list[str]) -> int:
     options, out = json.loads(argv[0]), Path(argv[1])
     logging.getLogger("megatron").setLevel(logging.ERROR)
     warnings.simplefilter("ignore")
-    limit = options["memory_gib"] << 30
+    # The arena for checkpoints reserves addresses up to its budget, and takes memory only where it is written.
+    limit = (options["memory_gib"] << 30) + default_budget_bytes(1)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     case = Case(**options["case"])
     rank = build(case)

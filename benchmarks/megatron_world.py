@@ -12,7 +12,7 @@ import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
@@ -22,7 +22,6 @@ import torch.distributed as dist
 
 from benchmarks.acting import ActedRank
 from moe_ckpt.core.tokens import Counts
-from moe_ckpt.format.run_records import Identity
 from moe_ckpt.megatron import checkpoint
 from moe_ckpt.megatron.world import HeldTensor, Holding
 from moe_ckpt.ports import Communicator
@@ -159,9 +158,8 @@ class ActedCommunicator(ActedRank):
             return other
 
     def broadcast(self, payload: bytes) -> bytes:
-        """Of the store that rank 0 has opened."""
-        identity = Identity("0" * 32, "", 0.0)
-        return json.dumps({"identity": asdict(identity), "generation": 0}).encode()
+        """Says what rank 0 has opened: the run, and its first generation (``session_resources.open_store``)."""
+        return payload if self.rank == 0 else json.dumps({"found": ["0" * 32, 0]}).encode()
 
     def combine(self, columns: Sequence[bytes]) -> list[bytes] | None:
         return None

@@ -2,7 +2,8 @@
 
 import tempfile
 
-from with_lightning import start, train
+from lives import start
+from with_lightning import train
 
 from moe_ckpt import Memory, newest_step
 from moe_ckpt.callbacks import MoECheckpoint

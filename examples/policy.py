@@ -4,7 +4,8 @@ import tempfile
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
-from with_lightning import start, train
+from lives import start
+from with_lightning import train
 
 from moe_ckpt.callbacks import MoECheckpoint
 from moe_ckpt.errors import ConfigError

@@ -2,12 +2,12 @@
 
 import logging
 import tempfile
-from multiprocessing import get_context
 from signal import raise_signal
 from typing import Any
 
 import lightning.pytorch as pl
 import torch
+from lives import start
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from moe_ckpt import load_from_checkpoint
@@ -43,13 +43,6 @@ def train(checkpoint: MoECheckpoint, kill_at: int | None = None, max_steps: int 
     kill = pl.callbacks.LambdaCallback(on_train_batch_start=lambda t, *_: t.global_step == kill_at and raise_signal(9))
     quiet: dict[str, Any] = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
     pl.Trainer(max_steps=max_steps, accelerator="cpu", callbacks=[checkpoint, kill], **quiet).fit(GPT(), data)
-
-
-def start(target: Any, *arguments: Any) -> None:
-    process = get_context("fork").Process(target=target, args=arguments)
-    process.start()
-    process.join()
-    print("exit code", process.exitcode)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,11 @@
 """Train a tiny Qwen3-MoE with transformers, kill it, start it again, and compare it with one that nobody killed."""
 
-import tempfile
 from signal import raise_signal
 from typing import Any
 
 import torch
+from lives import compare
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, Trainer, TrainerCallback, TrainingArguments
-from with_lightning import start
 
 from moe_ckpt.policies import Dense
 from moe_ckpt.transformers import MoECheckpointCallback
@@ -21,7 +20,7 @@ class Kill(TrainerCallback):
             raise_signal(9)
 
 
-def train(root: str, name: str, kill_at: int | None = None) -> None:
+def train(root: str, name: str, kill_at: int | None) -> None:
     torch.manual_seed(1)
     size = {"hidden_size": 32, "intermediate_size": 32, "moe_intermediate_size": 16, "num_hidden_layers": 2}
     heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "attention_dropout": 0.1}
@@ -37,8 +36,4 @@ def train(root: str, name: str, kill_at: int | None = None) -> None:
 
 
 if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as root:
-        for name, kill_at in (("whole", None), ("killed", 25), ("killed", 45), ("killed", None)):
-            start(train, root, name, kill_at)
-        whole, killed = (torch.load(f"{root}/{name}.pt") for name in ("whole", "killed"))
-    print("the same bits as without kills:", all(torch.equal(whole[name], killed[name]) for name in whole))
+    compare(train, 25, 45)

@@ -7,15 +7,16 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import moe_ckpt
-from benchmarks.gpu.training import Clock, Training
+from benchmarks.gpu import peers
+from benchmarks.gpu.training import Clock, Saver, Training
 from moe_ckpt.policies import CheckFreq, Dense, GradientLog, MoC, MoEtion, MoEvement
 from moe_ckpt.policies.base import Policy
 
-WITHOUT = "no checkpoint"
 POLICIES: dict[str, Policy] = {
     "MoC(k=1)": MoC(k=1),
     "MoEvement()": MoEvement(),
@@ -66,10 +67,6 @@ class Cost:
         return {**asdict(self), "inflation": self.inflation, "worst_first": self.worst_first}
 
 
-Saver = Callable[[int], dict[str, Any]]
-"""Called after each step; returns what is known of it: ``hooks_secs``, ``begun``, ``left_out``, ``behind``."""
-
-
 @contextlib.contextmanager
 def ours(training: Training, policy: Policy, directory: Path) -> Iterator[Saver]:
     """Attaches a policy with checkpoints in memory."""
@@ -78,15 +75,19 @@ def ours(training: Training, policy: Policy, directory: Path) -> Iterator[Saver]
     ckpt = moe_ckpt.attach(training.model, training.optimizer, policy=policy, dirpath=directory / "store", **options)
     try:
         ckpt.resume()
-        steps, skips = 0, 0
+        steps = 0
 
         def after_step(number: int) -> dict[str, Any]:
-            nonlocal steps, skips
+            nonlocal steps
             steps += 1
             record = ckpt.after_step(steps)
-            due, skips = record.skipped, record.skips
             behind = None if record.memory_step is None else steps - record.memory_step
-            return {"hooks_secs": record.stall_secs, "begun": record.begun, "left_out": due, "behind": behind}
+            return {
+                "hooks_secs": record.stall_secs,
+                "begun": record.begun,
+                "left_out": record.skipped,
+                "behind": behind,
+            }
 
         yield after_step
     finally:
@@ -105,13 +106,10 @@ def measure(
         counts: First and warm iterations of each.
         say: Shows progress.
     """
-    from benchmarks.gpu import peers
-
     contestants: dict[str, Callable[[Path], contextlib.AbstractContextManager[Saver]]] = {
-        name: lambda path, policy=policy: ours(training, policy, path)  # type: ignore[misc]
-        for name, policy in POLICIES.items()
+        **{name: partial(ours, training, policy) for name, policy in POLICIES.items()},
+        **{name: partial(peer, training) for name, peer in peers.PEERS.items()},
     }
-    contestants |= {name: lambda path, open_=open_: open_(training, path) for name, open_ in peers.PEERS.items()}  # type: ignore[misc]
     costs = []
     step, (first, warm) = 0, counts
     _iterate(training, step, 5, lambda number: {})  # the device is warm

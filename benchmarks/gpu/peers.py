@@ -19,9 +19,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save
 
-from benchmarks.gpu.training import Training
-
-Saver = Callable[[int], dict[str, Any]]
+from benchmarks.gpu.training import Saver, Training
 
 
 def _state(training: Training) -> dict[str, Any]:

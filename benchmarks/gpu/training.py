@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -13,8 +14,8 @@ from torch import nn
 from torch.nn import functional as F
 
 VOCABULARY = 2048
-BETAS_AND_WEIGHT = 3
-"""Tensors of fp32 for each parameter: itself and two moments."""
+_FP32_COPIES = 3
+"""Tensors of fp32 for each parameter: itself and Adam's two moments."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +150,7 @@ class Training:
     @property
     def state_nbytes(self) -> int:
         """Bytes of weights and Adam's moments."""
-        return sum(4 * BETAS_AND_WEIGHT * parameter.numel() for parameter in self.model.parameters())
+        return sum(4 * _FP32_COPIES * parameter.numel() for parameter in self.model.parameters())
 
     def step(self, number: int) -> None:
         """Computes step ``number``, whose batch follows from it."""
@@ -170,6 +171,10 @@ class Training:
             name: hashlib.sha256(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy()).hexdigest()
             for name, tensor in tensors.items()
         }
+
+
+Saver = Callable[[int], dict[str, Any]]
+"""Called after each step; returns what is known of it: ``hooks_secs``, ``begun``, ``left_out``, ``behind``."""
 
 
 class Clock:

@@ -23,7 +23,7 @@ PRINTED = {
 
 def test_all_of_them_are_short_and_tried_below():
     lines = {path.stem: len(path.read_text().splitlines()) for path in EXAMPLES.glob("*.py")}
-    assert lines.keys() == PRINTED.keys()
+    assert lines.keys() == {*PRINTED, "lives"}, "which the others import"
     assert max(lines.values()) <= 60
 
 

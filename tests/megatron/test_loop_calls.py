@@ -89,7 +89,7 @@ def test_the_end_of_a_run_and_other_settings_are_said(tmp_path: Path):
     assert "is finished" not in resumed
     [again] = found["started again"]
     assert "resumed at iteration 4 from " in again
-    assert "The run is finished (finish() was called): a loop that ends at iteration 4 trains nothing" in again
+    assert "The run is finished (training ended): training that ends at iteration 4 does nothing" in again
     end, changes = found["other settings"]
     assert "is finished" in end
     wanted = "optimizer max_lr 0.01 -> 0.02; optimizer min_lr 0.001 -> 0.002 (training continues with the checkpoint's)"

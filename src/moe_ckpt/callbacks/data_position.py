@@ -37,6 +37,8 @@ from moe_ckpt.errors import ConfigError
 from moe_ckpt.modeling.rng import capture_rng, restore_rng
 from moe_ckpt.stopwatch import Stopwatch
 
+log = logging.getLogger("moe_ckpt")
+
 FETCH_KEY = "moe_ckpt_fetched_ahead"
 """In a Lightning checkpoint, if the next batch was fetched ahead: what fetching it again needs beside loaders' states.
 
@@ -220,8 +222,6 @@ def _refusing(loop: Any, traceback: TracebackType | None) -> str | None:
         traceback = traceback.tb_next
     return None
 
-
-log = logging.getLogger("moe_ckpt")
 
 POSITION_KEY = "moe_ckpt_data_position"
 """In a Lightning checkpoint: one entry for each training loader, the state of its sampler or None."""

@@ -154,7 +154,7 @@ def _head(margin: int, across: int, cell: int) -> str:
 
 
 def _cut(label: str, margin: int) -> str:
-    """Of a long name, its end tells layers apart better than its middle."""
+    """Shortens a long name in its middle, since its end tells layers apart."""
     if len(label) > margin:
         label = f"{label[: margin // 3]}..{label[len(label) - (margin - margin // 3 - 2) :]}"
     return label.ljust(margin)

@@ -1,4 +1,4 @@
-"""What several commands share: the option ``--directory``, progress on a terminal."""
+"""Options and progress that several commands share: ``--directory``, a line on a terminal."""
 
 from __future__ import annotations
 

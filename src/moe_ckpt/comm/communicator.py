@@ -206,7 +206,7 @@ class GlooCommunicator:
         return self._agreeing.submit(gather).result()
 
     def _persist(self, job: Callable[[], T]) -> T:
-        """What ``job`` gives on the persist threads' lane."""
+        """Runs ``job`` on the persist threads' lane, and returns its result."""
 
         def done() -> T:
             try:

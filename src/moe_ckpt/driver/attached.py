@@ -71,12 +71,12 @@ class LoopHost(Host):
         self, manifest: Manifest, finished: Finished, changes: Sequence[Change], plt: float
     ) -> tuple[bool, str]:
         return True, (
-            f". The run is finished ({finished.reason}): a loop that ends at {self.unit} {manifest.step} trains "
-            "nothing, a longer one continues. For another experiment choose another dirpath"
+            f". The run is finished ({finished.reason}): training that ends at {self.unit} {manifest.step} does "
+            "nothing, longer training continues. For another experiment choose another dirpath"
         )
 
     def end(self) -> End:
-        return End("finish() was called")
+        return End("training ended")
 
 
 class AttachedCheckpoint(ABC):

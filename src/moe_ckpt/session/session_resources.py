@@ -278,9 +278,9 @@ class SessionResources:
         try:
             self._run.tell(Closed(finished=not keep))
         finally:
-            self._let_go(self._run.settings.timeout_secs if timeout_secs is None else timeout_secs, keep=keep)
+            self._close(self._run.settings.timeout_secs if timeout_secs is None else timeout_secs, keep=keep)
 
-    def _let_go(self, timeout_secs: float, *, keep: bool) -> None:
+    def _close(self, timeout_secs: float, *, keep: bool) -> None:
         release = self._run.lock.release
         pipeline, self._pipeline = self._pipeline, None
         if pipeline is not None:

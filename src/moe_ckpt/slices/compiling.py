@@ -287,10 +287,10 @@ class PlanCompiler:
         if self._newest_plan is not None and _are_same(self._newest_plan[0], whole_key):
             plan = self._newest_plan[1]  # found without a look at each operator's name
         else:
-            plan = self._kept(whole_key, contents, side)
+            plan = self._whole_plan(whole_key, contents, side)
         return self._with_gradients(plan, contents, gradients) if gradients else plan
 
-    def _kept(self, whole_key: _WholeKey, contents: Contents, side: Sequence[SliceEntry]) -> CompiledPlan:
+    def _whole_plan(self, whole_key: _WholeKey, contents: Contents, side: Sequence[SliceEntry]) -> CompiledPlan:
         plan = self._plans.pop(whole_key, None)
         if plan is None:
             plan = self._compile(whole_key[0], contents, side)

@@ -211,7 +211,7 @@ class Survivor:
         begin = functools.partial(self._begin, tokens, until)
         mine = begin(SnapshotPlan(step, catalog.everything), plain, None)
         nbytes = mine.nbytes
-        peer = _lent(self._run) if self.lends else None
+        peer = _lending_peer(self._run) if self.lends else None
         if peer is not None:
             # Beside a gradient log also what is no expert, so that whoever holds it makes no update once more.
             is_whole = self._is_lent_whole or needs_of(self._run.policy).gradients
@@ -266,8 +266,8 @@ def _require_room(run: RunContext, resources: SessionResources) -> None:
         requires_room(memory.files.path, run.settings.local_ranks)(shares * _PLANNING_NBYTES)
 
 
-def _lent(run: RunContext) -> int | None:
-    """Whose share this rank seals besides its own."""
+def _lending_peer(run: RunContext) -> int | None:
+    """Returns the rank whose share this one seals besides its own; None if there is none."""
     placement, rank = run.placement, run.comm.rank
     peer = lends(rank, placement.expert_peers or placement.peers)
     if peer is None and needs_of(run.policy).gradients:  # nobody has its experts, but some have the rest

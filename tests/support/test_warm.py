@@ -118,3 +118,9 @@ def test_servers_end_with_the_last_who_was_there(tmp_path):
     )
     assert done.stdout.startswith(str(tmp_path / "moe_ckpt_warm_"))
     assert retry_until(lambda: not list(tmp_path.glob("moe_ckpt_warm_*")))
+
+
+def test_a_server_that_cannot_start_is_no_wait():
+    with pytest.raises(AssertionError, match=r"the server of tests.support.nowhere did not start"):
+        warm.start("tests.support.nowhere", print)
+    Path(warm._directory(), "nowhere.lock").unlink()

@@ -11,7 +11,8 @@ import os
 from types import SimpleNamespace
 from typing import Any
 
-os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is imported: a process with threads must not be forked
+# A process with threads must not be forked: read when torch is imported, and pyarrow, which torchtitan's data sets need.
+os.environ |= {"OMP_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
 
 import torch
 

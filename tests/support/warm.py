@@ -168,7 +168,11 @@ def _begin(preload: str, path: str) -> socket.socket:
         command = [sys.executable, "-m", "tests.support.warm_server", path]
         process = subprocess.Popen(command, cwd=ROOT, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
     else:
-        request(_server(PARENTS.get(preload, WARM)), {"kind": "serve", "module": preload, "path": path}).close()
+        order = {"kind": "serve", "module": preload, "path": path}
+        with request(_server(PARENTS.get(preload, WARM)), order) as connection:
+            connection.settimeout(MARGIN_SECS)
+            if receive(connection) is None:
+                raise AssertionError(f"the server of {preload} did not start; why is on the standard error")
     deadline = time.monotonic() + MARGIN_SECS
     while time.monotonic() < deadline and (process is None or process.poll() is None):
         if (connection := _join(path)) is not None:

@@ -30,14 +30,21 @@ _PATHS = sys.path[1 + os.environ.get("PYTHONPATH", os.pathsep).count(os.pathsep)
 """Of the interpreter and the environment, without the current directory and PYTHONPATH."""
 
 
-def main(path: str, module: str) -> None:
-    """Serve until the last of those who were present has ended."""
+def main(path: str, module: str, asked_by: socket.socket | None = None) -> None:
+    """Serve until the last of those who were present has ended.
+
+    asked_by: learns that it serves; it waits, and learns that it does not when the process ends.
+    """
+    import_for_good(module)
+    threads = [Path(f"/proc/self/task/{each}/comm").read_text().strip() for each in os.listdir("/proc/self/task")]
+    assert len(threads) == 1, f"{module} starts threads: {threads}"
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     listener.bind(path)
     listener.listen(64)
-    import_for_good(module)
-    threads = os.listdir("/proc/self/task")
-    assert len(threads) == 1, f"{module} starts threads: {threading.enumerate()}, {len(threads)} in all"
+    if asked_by is not None:
+        with contextlib.suppress(ConnectionError):
+            send(asked_by, {"ready": True})
+        asked_by.close()
     present: list[socket.socket] = []
     while True:
         ready, _, _ = select.select([listener, *present], [], [], None if present else warm.MARGIN_SECS)
@@ -91,8 +98,7 @@ def _fork(
             os.dup2(descriptor, number)
             os.close(descriptor)
         if message["kind"] == "serve":
-            client.close()
-            main(message["path"], message["module"])
+            main(message["path"], message["module"], client)
         elif message["kind"] == "ranks":
             numbers = (message[name] for name in ("world_size", "timeout", "grace"))
             outcomes = processes.launch("fork", payload, *numbers)

@@ -32,7 +32,12 @@ TESTS_NEW := $(patsubst %,tests/megatron/test_%.py,bad_input dense_models exact 
   localized megatron_cpu megatron_lm moc optimizer_changed param_groups parameters reshard routing topology \
   torch_dist weights_from)
 
-.PHONY: help demo demo-megatron check unit test test-slow test-oldest test-newest lint types docs bench bench-papers bench-reality setup belongs clean
+# torchtitan brings many packages, which other tests are to be without. It needs Python 3.11.
+VENV_TITAN := $(VENV)-torchtitan
+STAMP_TITAN := $(VENV_TITAN)/.moe_ckpt_installed
+TITAN := $(shell $(PYTHON) -c 'import sys; print(int(sys.version_info >= (3, 11)))' 2>/dev/null)
+
+.PHONY: help demo demo-megatron check unit test test-slow test-oldest test-newest test-torchtitan lint types docs bench bench-papers bench-reality setup belongs clean
 
 help: ## Say what there is
 	@grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 24
@@ -57,6 +62,10 @@ unit: $(STAMP) ## Run the tests of policies, ledger, files and storage; less tha
 test: $(STAMP) $(STAMP_NEW) ## Run the tests; those of what differs between releases of Megatron-Core with two
 	@$(PY) -m pytest $(IN_PARALLEL) $(PYTEST)
 	@$(if $(PYTEST),,$(PY_NEW) -m pytest $(IN_PARALLEL) $(TESTS_NEW))
+	@$(if $(PYTEST),,$(if $(filter 1,$(TITAN)),$(MAKE) --no-print-directory test-torchtitan,true))
+
+test-torchtitan: $(STAMP_TITAN) ## Run the tests of torchtitan's adapter, with torchtitan
+	@$(VENV_TITAN)/bin/python -m pytest -q -n $(WORKERS) tests/integration/test_torchtitan.py $(PYTEST)
 
 test-newest: $(STAMP_NEW) ## Run all tests of the Megatron adapter with the newest Megatron-Core
 	@$(PY_NEW) -m pytest $(IN_PARALLEL) tests/megatron $(PYTEST)
@@ -114,6 +123,16 @@ $(STAMP_NEW): $(STAMP) tests/support/megatron_beside.py
 	@$(PY) tests/support/megatron_beside.py $(VENV_NEW) $(MEGATRON_NEW) $(CONSTRAINTS)
 	@touch $@
 
+# What is in $(VENV) stays there; pip adds what is missing.
+$(STAMP_TITAN): $(STAMP)
+	@echo "Setting up $(VENV_TITAN) (once) ..."
+	@$(PY) -m venv --clear $(VENV_TITAN)
+	@$(VENV_TITAN)/bin/python -c 'import pathlib, sys, sysconfig; \
+	  pathlib.Path(sysconfig.get_path("purelib"), "base.pth").write_text("\n".join(sys.argv[1:]))' \
+	  "$$($(PY) -c 'import sysconfig; print(sysconfig.get_path("purelib"))')" $(CURDIR)/src
+	@$(VENV_TITAN)/bin/python -m pip install -qq --disable-pip-version-check -c $(CONSTRAINTS) 'torchtitan>=0.3' triton
+	@touch $@
+
 clean: ## Remove the environment and everything that was built
-	@rm -rf $(VENV) $(VENV)-megatron-* .venv-oldest build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	@rm -rf $(VENV) $(VENV)-megatron-* $(VENV_TITAN) .venv-oldest build dist src/*.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	@find src tests recipes benchmarks -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-import signal
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,9 +16,11 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import moe_ckpt
-from moe_ckpt import newest_step, policies
+from moe_ckpt import policies
 from moe_ckpt.data import RecoverableDistributedSampler
+from tests.support.kills import OPENING, Kill, Killer
 from tests.support.tiny_moe import CLASSES, WIDTH, Block
+from tests.support.token_journal import TokenJournal
 
 STEPS, BATCH, SAMPLES = 24, 4, 64
 """At one rank an epoch has 16 steps: the run crosses one."""
@@ -38,7 +40,8 @@ class Loop:
         accumulate: Batches a step.
         unused: The second layer lists its experts: one without tokens gets no gradient. DDP looks for those, FSDP2
             cannot be without.
-        stored: A process is killed when storage has this step, or a newer one.
+        steps: In all.
+        journal: What experts are and routers do is written to files that begin with this.
         options: Further ones of ``attach``.
     """
 
@@ -50,7 +53,8 @@ class Loop:
     scaler: bool = False
     accumulate: int = 1
     unused: bool = True
-    stored: int = 0
+    steps: int = STEPS
+    journal: str = ""
     options: dict[str, Any] = field(default_factory=dict)
 
 
@@ -65,30 +69,28 @@ def dataset() -> list[tuple[torch.Tensor, int]]:
     return [(torch.randn(WIDTH, generator=generator), i % CLASSES) for i in range(SAMPLES)]
 
 
-def prepared(loop: Loop, net: nn.Module, optimizers: list[Any]) -> tuple[Any, list[Any], Any]:
-    """The model and the optimizers as the loop calls them, and how it computes gradients."""
+def prepared(loop: Loop, net: nn.Module, optimizers: list[Any]) -> tuple[Any, list[Any], Any, Any]:
+    """The model and the optimizers as the loop calls them, how it computes gradients, and what encloses each batch."""
     if loop.prepared == "fabric":
         from lightning.fabric import Fabric
 
         fabric = Fabric(accelerator="cpu", devices=1)
         net, *optimizers = fabric.setup(net, *optimizers)
-        return net, optimizers, fabric.backward
+        return net, optimizers, fabric.backward, contextlib.nullcontext
     if loop.prepared == "accelerate":
         from accelerate import Accelerator
 
         os.environ["MASTER_ADDR"] = "127.0.0.1"
-        accelerator = Accelerator(cpu=True)
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=loop.accumulate)
         net, *optimizers = accelerator.prepare(net, *optimizers)
-        return net, optimizers, accelerator.backward
-    return net, optimizers, torch.Tensor.backward
+        return net, optimizers, accelerator.backward, lambda: accelerator.accumulate(net)
+    return net, optimizers, torch.Tensor.backward, contextlib.nullcontext
 
 
-def stored(root: str) -> int:
-    return newest_step(f"{root}/store") or 0
-
-
-def lived(rank: int, world_size: int, root: str, loop: Loop, kill_at: int | None = None) -> dict[str, Any]:
+def lived(rank: int, world_size: int, root: str, loop: Loop, kill: Kill | None = None) -> dict[str, Any]:
     """The state at the end; a process that is killed returns nothing."""
+    killer = Killer(kill, rank, f"{root}/store")
+    killer.at(OPENING)
     torch.set_num_threads(1)
     torch.manual_seed(7 + rank)
     net = inner = model(loop)
@@ -113,8 +115,8 @@ def lived(rank: int, world_size: int, root: str, loop: Loop, kill_at: int | None
     groups = [names] if loop.optimizers == 1 else [[n for n in names if ("experts" in n) is e] for e in (True, False)]
     parameters = dict(inner.named_parameters())
     optimizers = [torch.optim.AdamW([parameters[n] for n in group], lr=1e-2) for group in groups]
-    net, given, backward = prepared(loop, net, optimizers)
-    schedules = [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS) for optimizer in optimizers]
+    net, given, backward, batch = prepared(loop, net, optimizers)
+    schedules = [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, loop.steps) for optimizer in optimizers]
     stateful: dict[str, Any] = {"data": sampler or loader, **{f"schedule {n}": s for n, s in enumerate(schedules)}}
     average = None
     if loop.sharding == "none":
@@ -131,21 +133,28 @@ def lived(rank: int, world_size: int, root: str, loop: Loop, kill_at: int | None
     with ckpt:
         progress = ckpt.resume()
         began, step, batches = progress.step, progress.step, progress.step * loop.accumulate
+        tokens = ckpt.session.run_ledger.tokens
+        journal = TokenJournal(f"{loop.journal}.{rank}", inner) if loop.journal else None
+        if journal is not None:
+            journal.begin(step, tokens)
         records = []
-        while step < STEPS:
+        while step < loop.steps:
             for x, y in loader:
-                if kill_at is not None and step >= kill_at and rank == 0 and stored(root) >= loop.stored:
-                    os.kill(os.getpid(), signal.SIGKILL)
-                loss = F.cross_entropy(net(x), y)
-                if scaler is not None:
-                    loss = scaler.scale(loss) * (torch.inf if step == 4 else 1)
-                backward(loss)
+                killer.at(step, last=step == loop.steps - 1)
+                with batch():
+                    loss = F.cross_entropy(net(x), y)
+                    if scaler is not None:
+                        loss = scaler.scale(loss) * (torch.inf if step == 4 else 1)
+                    backward(loss)
+                    if loop.prepared == "accelerate":  # its optimizers wait for a step's last batch
+                        for optimizer in given:
+                            optimizer.step()
                 batches += 1
                 if sampler is not None:
                     sampler.advance(BATCH)
                 if batches % loop.accumulate:
                     continue
-                for optimizer in given:
+                for optimizer in given if loop.prepared != "accelerate" else ():
                     optimizer.step() if scaler is None else scaler.step(optimizer)
                 if scaler is not None:
                     scaler.update()
@@ -155,12 +164,16 @@ def lived(rank: int, world_size: int, root: str, loop: Loop, kill_at: int | None
                 if average is not None:  # of the run's weights, in a replay too
                     average.update_parameters(inner)
                 step += 1
+                if journal is not None:
+                    journal.step(step)
                 records.append(ckpt.after_step(step))
-                if step == STEPS:
+                if step == loop.steps:
                     break
-            if sampler is not None and step < STEPS:
+            if sampler is not None and step < loop.steps:
                 sampler.set_epoch(sampler.epoch + 1)
         ckpt.finish()
+        if journal is not None:
+            journal.end(tokens)
     state = {"began": began, "restored": ckpt.restored_step, "replayed": sum(record.replayed for record in records)}
     whole = lambda tensor: tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # noqa: E731
     tensors = {f"model/{key}": whole(value) for key, value in inner.state_dict().items()}
@@ -170,5 +183,4 @@ def lived(rank: int, world_size: int, root: str, loop: Loop, kill_at: int | None
     if average is not None:
         tensors |= {f"average/{key}": value for key, value in average.state_dict().items()}
     tensors["rng"] = torch.get_rng_state()
-    plt = ckpt.session.run_ledger.tokens.plt
-    return state | {"plt": plt, "owed": [record.owed_tokens or 0 for record in records], "tensors": tensors}
+    return state | {"plt": tokens.plt, "owed": [record.owed_tokens or 0 for record in records], "tensors": tensors}

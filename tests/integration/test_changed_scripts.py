@@ -130,3 +130,31 @@ def test_the_value_that_is_said_of_the_checkpoint_is_the_one_in_force(tmp_path, 
     caplog.clear()
     fit(tmp_path, seeded(Slower), Dense(1), stop=8)
     assert "optimizer lr 0.0003 -> 0.002 (training continues with the checkpoint's)" in caplog.text
+
+
+def falling(step: int) -> float:
+    return 0.9**step
+
+
+def constant(step: int) -> float:
+    return 1.0
+
+
+class Scheduled(Unscheduled):
+    schedule = staticmethod(falling)
+
+    def configure_optimizers(self):
+        optimizer = super().configure_optimizers()
+        return [optimizer], [torch.optim.lr_scheduler.LambdaLR(optimizer, self.schedule)]
+
+
+class ScheduledOtherwise(Scheduled):
+    schedule = staticmethod(constant)
+
+
+def test_another_schedule_is_said_which_its_state_does_not_show(tmp_path, caplog):
+    fit(tmp_path, seeded(Scheduled), Dense(1), stop=5)
+    caplog.clear()
+    fit(tmp_path, seeded(ScheduledOtherwise), Dense(1), stop=6)
+    said = "trainer schedules ['LambdaLR(falling)'] -> ['LambdaLR(constant)'] (training continues with this script's)"
+    assert said in caplog.text

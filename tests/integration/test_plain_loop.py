@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import random
+import secrets
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +17,22 @@ from moe_ckpt.errors import ConfigError, MoECheckpointError
 from moe_ckpt.policies import Dense, MoC
 from tests.integration import plain_run
 from tests.integration.plain_run import STEPS, Loop
-from tests.support.processes import start_ranks
+from tests.support.kills import Kill, drawn, killed
+from tests.support.processes import Outcome, start_ranks
 
 WINDOWS, LOG = ("MoEvement", {"window": 3}), ("GradientLog", {})
 
 
-def life(root: Path, loop: Loop, ranks: int = 1, kill_at: int | None = None) -> dict[str, Any]:
-    """The end of a life; of one in which rank 0 was killed, nothing."""
-    outcomes = start_ranks(plain_run.lived, ranks, str(root), loop, kill_at)
-    assert outcomes[0].exitcode == (0 if kill_at is None else -9), outcomes[0].error
-    return outcomes[0].value if kill_at is None else {}
+def start(root: Path, loop: Loop, ranks: int = 1, kill: Kill | None = None) -> list[Outcome]:
+    root.mkdir(exist_ok=True)
+    return start_ranks(plain_run.lived, ranks, str(root), loop, kill, grace=2.0)
+
+
+def life(root: Path, loop: Loop, kill: Kill | None = None, ranks: int = 1) -> dict[str, Any]:
+    """The end of a life; of one that was killed, nothing."""
+    [first, *_] = start(root, loop, ranks, kill)
+    assert first.exitcode == (0 if kill is None else -9), first.error
+    return first.value if kill is None else {}
 
 
 def require_alike(one: dict[str, Any], other: dict[str, Any]) -> None:
@@ -68,17 +75,11 @@ def require_alike(one: dict[str, Any], other: dict[str, Any]) -> None:
     ],
 )
 def test_killed_at_random_it_ends_with_the_same_bits(tmp_path: Path, loop: Loop, ranks: int):
-    """One kill is in the middle of an epoch, one at its end: a new epoch draws its order from the run's generator.
-
-    The first may come before anything but the initial checkpoint is stored.
-    """
-    (whole := tmp_path / "whole").mkdir()
-    (killed := tmp_path / "killed").mkdir()
-    undisturbed = life(whole, loop, ranks)
+    """Also before the first commit, and where a new epoch draws its order from the run's generator."""
+    undisturbed = life(tmp_path / "whole", loop, ranks=ranks)
     epoch = plain_run.SAMPLES // plain_run.BATCH // ranks // loop.accumulate
-    for kill_at in sorted({random.randrange(epoch), epoch, random.randrange(epoch + 1, STEPS)}):
-        life(killed, loop, ranks, kill_at)
-    resumed = life(killed, loop, ranks)
+    kills = drawn(secrets.token_hex(4), 5, STEPS, epoch, ranks, 0.05)
+    [resumed, *_] = killed(partial(start, tmp_path / "killed", loop, ranks), kills)
     assert resumed["restored"]
     assert resumed["replayed"] or loop.policy != WINDOWS
     require_alike(undisturbed, resumed)
@@ -87,17 +88,16 @@ def test_killed_at_random_it_ends_with_the_same_bits(tmp_path: Path, loop: Loop,
 @pytest.mark.parametrize("kill_at", [0, 1, 2])
 def test_the_initial_checkpoint_has_the_loader_before_its_first_batch(tmp_path: Path, kill_at: int):
     """A window is complete after steps: what dies before resumes from step 0, in the same shuffled epoch."""
-    (whole := tmp_path / "whole").mkdir()
-    undisturbed = life(whole, Loop(WINDOWS))
-    life(tmp_path, Loop(WINDOWS), kill_at=kill_at)
+    undisturbed = life(tmp_path / "whole", Loop(WINDOWS))
+    life(tmp_path, Loop(WINDOWS), Kill(kill_at, stored=0))
     resumed = life(tmp_path, Loop(WINDOWS))
     require_alike(undisturbed, resumed)
 
 
 @pytest.mark.parametrize("policy", [("MoC", {"k": 1}), ("MoEtion", {"experts": 1, "capacity_boost": 0.5})])
 def test_tokens_that_a_kill_loses_are_counted(tmp_path: Path, policy):
-    loop = Loop(policy, stored=2)
-    life(tmp_path, loop, kill_at=9)
+    loop = Loop(policy)
+    life(tmp_path, loop, Kill(9, stored=2))
     end = life(tmp_path, loop)
     assert 2 <= end["restored"] < STEPS, "experts take turns, of which the first checkpoint has all"
     assert 0 < end["plt"] < 1

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-import random
+import secrets
 from dataclasses import MISSING, fields, replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -23,18 +24,23 @@ from moe_ckpt.torchtitan import CheckpointManager
 from tests.integration import torchtitan_run
 from tests.integration.test_plain_loop import require_alike
 from tests.integration.torchtitan_run import BATCH, SEQ, STEPS, TOP_K, Run
-from tests.support.processes import start_ranks
+from tests.support.kills import Kill, drawn, killed
+from tests.support.processes import Outcome, start_ranks
 
 WARM = "tests.support.torchtitan_warm"
 WINDOWS, LOG, EXPERTS = ("MoEvement", {"window": 3}), ("GradientLog", {}), {"expert_parallel": 2}
 
 
-def life(root: Path, run: Run, ranks: int = 1, kill_at: int | None = None) -> dict[str, Any]:
-    """The end of a life; of one in which rank 0 was killed, nothing."""
+def start(root: Path, run: Run, ranks: int = 1, kill: Kill | None = None) -> list[Outcome]:
     root.mkdir(exist_ok=True)
-    outcomes = start_ranks(torchtitan_run.lived, ranks, str(root), run, kill_at, preload=WARM)
-    assert outcomes[0].exitcode == (0 if kill_at is None else -9), outcomes[0].error
-    return outcomes[0].value if kill_at is None else {}
+    return start_ranks(torchtitan_run.lived, ranks, str(root), run, kill, preload=WARM, grace=2.0)
+
+
+def life(root: Path, run: Run, ranks: int = 1, kill_at: int | None = None) -> dict[str, Any]:
+    """The end of a life; of one that was killed when a checkpoint was stored, nothing."""
+    [first, *_] = start(root, run, ranks, None if kill_at is None else Kill(kill_at, stored=0))
+    assert first.exitcode == (0 if kill_at is None else -9), first.error
+    return first.value if kill_at is None else {}
 
 
 @pytest.mark.parametrize(
@@ -71,10 +77,8 @@ def test_killed_at_random_it_ends_with_the_same_bits(tmp_path: Path, run: Run, r
     counted, routed = undisturbed["routed"]
     assert counted == routed, "torchtitan's own counts"
     assert sum(counted[0]) == STEPS * BATCH * SEQ * run.readers(ranks) * run.accumulate * TOP_K
-    kills = sorted({5, random.randrange(2, STEPS), random.randrange(6, STEPS), 20})
-    for kill_at in kills:
-        life(tmp_path / "killed", run, ranks, kill_at)
-    resumed = life(tmp_path / "killed", run, ranks)
+    kills = drawn(secrets.token_hex(4), 5, STEPS, 5, ranks, 0.2)
+    [resumed, *_] = killed(partial(start, tmp_path / "killed", run, ranks), kills)
     assert resumed["restored"], kills
     require_alike(undisturbed, resumed)
     assert resumed["at_end"] == undisturbed["at_end"]
@@ -99,7 +103,7 @@ def test_moc_counts_what_a_kill_loses_and_a_guard_ends_the_loop(tmp_path: Path):
 def test_an_error_costs_the_step_that_it_came_in(tmp_path: Path):
     """Memory that outlives the process gets the newest step, which the policy does not want."""
     run = Run(("Dense", {"every_n_steps": 1_000}), memory=True)
-    outcomes = start_ranks(torchtitan_run.lived, 1, str(tmp_path), replace(run, raise_at=9), None, preload=WARM)
+    outcomes = start(tmp_path, replace(run, raise_at=9))
     assert "the user's mistake" in outcomes[0].error
     assert life(tmp_path, run)["restored"] == 9
 
@@ -123,7 +127,7 @@ def test_the_data_may_run_out(tmp_path: Path):
 
 def test_data_that_is_divided_otherwise_is_refused(tmp_path: Path):
     life(tmp_path, Run(), kill_at=5)
-    outcomes = start_ranks(torchtitan_run.lived, 2, str(tmp_path), Run(), None, preload=WARM)
+    outcomes = start(tmp_path, Run(), 2)
     assert "divided its data by 1, and this one by 2" in outcomes[0].error
 
 

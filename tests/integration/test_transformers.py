@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import random
+import secrets
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,17 +22,22 @@ from moe_ckpt.transformers import MoECheckpointCallback
 from tests.integration import transformers_run
 from tests.integration.test_plain_loop import require_alike
 from tests.integration.transformers_run import BATCH, SAMPLES, Run
-from tests.support.processes import run_ranks, start_ranks
+from tests.support.kills import Kill, drawn, killed
+from tests.support.processes import Outcome, run_ranks, start_ranks
 
 WINDOWS, LOG = ("MoEvement", {"window": 3}), ("GradientLog", {})
 
 
-def life(root: Path, run: Run, ranks: int = 1, kill_at: int | None = None) -> dict[str, Any]:
-    """The end of a life; of one in which rank 0 was killed, nothing."""
+def start(root: Path, run: Run, ranks: int = 1, kill: Kill | None = None) -> list[Outcome]:
     root.mkdir(exist_ok=True)
-    outcomes = start_ranks(transformers_run.lived, ranks, str(root), run, kill_at)
-    assert outcomes[0].exitcode == (0 if kill_at is None else -9), outcomes[0].error
-    return outcomes[0].value if kill_at is None else {}
+    return start_ranks(transformers_run.lived, ranks, str(root), run, kill, grace=2.0)
+
+
+def life(root: Path, run: Run, ranks: int = 1, kill_at: int | None = None) -> dict[str, Any]:
+    """The end of a life; of one that was killed when a checkpoint was stored, nothing."""
+    [first, *_] = start(root, run, ranks, None if kill_at is None else Kill(kill_at, stored=0))
+    assert first.exitcode == (0 if kill_at is None else -9), first.error
+    return first.value if kill_at is None else {}
 
 
 def steps_an_epoch(run: Run, ranks: int = 1) -> int:
@@ -69,14 +75,11 @@ def steps_an_epoch(run: Run, ranks: int = 1) -> int:
     ],
 )
 def test_killed_at_random_it_ends_with_the_same_bits(tmp_path: Path, run: Run, ranks: int):
-    """Within an epoch, at its end and anywhere; an evaluation every five steps draws random numbers."""
+    """Also before the first commit and at ends of epochs; an evaluation every five steps draws random numbers."""
     undisturbed = life(tmp_path / "whole", run, ranks)
-    epoch = steps_an_epoch(run, ranks)
     last = undisturbed["at_end"][0]  # patience may end it before its last epoch
-    kills = sorted({random.randrange(2, epoch), epoch, 2 * epoch, random.randrange(epoch + 1, last)})
-    for kill_at in kills:
-        life(tmp_path / "killed", run, ranks, kill_at)
-    resumed = life(tmp_path / "killed", run, ranks)
+    kills = drawn(secrets.token_hex(4), 5, last, steps_an_epoch(run, ranks), ranks, 0.1)
+    [resumed, *_] = killed(partial(start, tmp_path / "killed", run, ranks), kills)
     assert resumed["restored"], kills
     require_alike(undisturbed, resumed)
     assert resumed["at_end"] == undisturbed["at_end"]
@@ -112,7 +115,7 @@ def test_moc_counts_what_a_kill_loses(tmp_path: Path):
 def test_an_error_costs_the_step_that_it_came_in(tmp_path: Path):
     """Memory that outlives the process gets the newest step, which the policy does not want."""
     run = Run(("Dense", {"every_n_steps": 1_000}), memory=True, raise_at=9)
-    outcomes = start_ranks(transformers_run.lived, 1, str(tmp_path), run, None)
+    outcomes = start(tmp_path, run)
     assert "the user's mistake" in outcomes[0].error
     assert life(tmp_path, Run(run.policy, memory=True))["restored"] == 9
 
@@ -204,8 +207,16 @@ def test_two_of_them_are_refused(tmp_path: Path):
 )
 def test_other_data_within_an_epoch_are_refused(tmp_path: Path, changed: Run, says: str):
     life(tmp_path, Run(), kill_at=5)
-    outcomes = start_ranks(transformers_run.lived, 1, str(tmp_path), changed, None)
+    outcomes = start(tmp_path, changed)
     assert says in outcomes[0].error
+
+
+def test_another_schedule_is_said_which_its_state_does_not_show(tmp_path: Path, capfd):
+    life(tmp_path, Run(settings={"max_steps": 2}))
+    life(tmp_path, Run(settings={"max_steps": 3, "lr_scheduler_type": "cosine"}))
+    linear, cosine = (f"_get_{kind}_schedule_with_warmup_lr_lambda" for kind in ("linear", "cosine"))
+    said = f"schedule lr ['LambdaLR({linear})'] -> ['LambdaLR({cosine})'] (training continues with this script's)"
+    assert said in capfd.readouterr().err
 
 
 def test_options_are_checked_where_they_are_written(tmp_path: Path):

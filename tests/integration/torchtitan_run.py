@@ -6,7 +6,6 @@ On a CPU it needs ``tests.support.torchtitan_warm``.
 from __future__ import annotations
 
 import os
-import signal
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,7 +14,9 @@ import torch.distributed as dist
 from torch.utils.data import IterableDataset
 
 import moe_ckpt
-from moe_ckpt import newest_step, policies
+from moe_ckpt import policies
+from tests.support.kills import OPENING, Kill, Killer
+from tests.support.token_journal import TokenJournal
 
 STEPS, SEQ, BATCH, VOCAB, EXPERTS, TOP_K = 24, 16, 2, 64, 4, 2
 
@@ -40,6 +41,7 @@ class Run:
         steps: In all.
         raise_at: An error is raised in the forward pass after this step.
         options: Further ones of the manager's config.
+        journal: What experts are and routers do is written to files that begin with this.
     """
 
     policy: tuple[str, dict[str, Any]] | None = ("Dense", {})
@@ -57,6 +59,7 @@ class Run:
     steps: int = STEPS
     raise_at: int | None = None
     options: dict[str, Any] = field(default_factory=dict)
+    journal: str = ""
 
     def readers(self, ranks: int) -> int:
         """Of different batches, among all ranks."""
@@ -183,8 +186,10 @@ def config(root: str, run: Run) -> Any:
     )
 
 
-def lived(rank: int, world_size: int, root: str, run: Run, kill_at: int | None = None) -> dict[str, Any]:
+def lived(rank: int, world_size: int, root: str, run: Run, kill: Kill | None = None) -> dict[str, Any]:
     """The state at the end; a process that is killed returns nothing."""
+    killer = Killer(kill, rank, f"{root}/store")
+    killer.at(OPENING)
     torch.set_num_threads(1)
     trainer = config(root, run).build()
     whole = lambda tensor: tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # noqa: E731
@@ -195,9 +200,9 @@ def lived(rank: int, world_size: int, root: str, run: Run, kill_at: int | None =
     def train_step(batches: Any) -> None:
         done = trainer.step - 1
         begins.append(done)
-        stored = run.memory or newest_step(f"{root}/store") is not None
-        if kill_at is not None and done >= kill_at and stored and rank == 0:
-            os.kill(os.getpid(), signal.SIGKILL)
+        if journal is not None and len(begins) == 1:
+            journal.begin(done, trainer.checkpointer.checkpoint.session.run_ledger.tokens)
+        killer.at(done, last=done == run.steps - 1)
         if done == run.raise_at:
             raise ZeroDivisionError("the user's mistake")
         step(batches)
@@ -210,8 +215,11 @@ def lived(rank: int, world_size: int, root: str, run: Run, kill_at: int | None =
     def optimizer_step() -> None:
         routed.add_(torch.stack([whole(block.moe.tokens_per_expert_E) for block in model.layers.values()]))
         update()
+        if journal is not None:
+            journal.step(trainer.step)
 
     model = trainer.model_parts[0]
+    journal = TokenJournal(f"{run.journal}.{rank}", model) if run.journal else None
     trainer.train_step, trainer.metrics_processor.log, trainer.optimizers.step = train_step, log, optimizer_step
     try:
         trainer.train()
@@ -226,6 +234,8 @@ def lived(rank: int, world_size: int, root: str, run: Run, kill_at: int | None =
     tensors["rng"] = torch.get_rng_state()
     checkpoint = trainer.checkpointer.checkpoint
     book = None if checkpoint is None else checkpoint.session.run_ledger.tokens
+    if journal is not None:
+        journal.end(book)
     if run.spmd == "partial_dtensor":  # else they are of all ranks
         dist.all_reduce(routed.div_(run.degrees.get("tensor_parallel", 1) * (1 + run.recompute)))
     return {

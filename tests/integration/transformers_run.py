@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,8 +19,10 @@ from transformers import (
 )
 
 import moe_ckpt
-from moe_ckpt import newest_step, policies
+from moe_ckpt import policies
 from moe_ckpt.transformers import MoECheckpointCallback
+from tests.support.kills import OPENING, Kill, Killer
+from tests.support.token_journal import TokenJournal
 
 SAMPLES, BATCH, EPOCHS = 42, 2, 3
 
@@ -39,6 +40,7 @@ class Run:
         masked: The collator draws random numbers.
         patience: Evaluations without a better one, after which training stops.
         raise_at: An error is raised in the forward pass after this step.
+        journal: What experts are and routers do is written to files that begin with this.
     """
 
     policy: tuple[str, dict[str, Any]] | None = ("Dense", {})
@@ -49,19 +51,35 @@ class Run:
     masked: bool = False
     patience: int = 50
     raise_at: int | None = None
+    journal: str = ""
 
 
 class _Dies(TrainerCallback):
-    def __init__(self, run: Run, kill_at: int | None, store: str) -> None:
-        self._run, self._kill_at, self._store = run, kill_at, store
+    """Dies, and writes down how far it came."""
+
+    def __init__(self, run: Run, killer: Killer, rank: int) -> None:
+        self._run, self._killer, self._rank = run, killer, rank
+        self.ours: MoECheckpointCallback | None = None
         self.losses: dict[int, float] = {}
         self.begins: list[int] = []
+        self.journal: TokenJournal | None = None
+
+    @property
+    def tokens(self) -> Any:
+        return self.ours.checkpoint.session.run_ledger.tokens
+
+    def on_train_begin(self, args, state, control, model=None, **_: Any) -> None:
+        if self._run.journal:
+            self.journal = TokenJournal(f"{self._run.journal}.{self._rank}", getattr(model, "module", model))
+            self.journal.begin(self.ours.checkpoint.restored_step or 0, self.tokens)
+
+    def on_step_end(self, args, state, control, **_: Any) -> None:
+        if self.journal is not None:
+            self.journal.step(state.global_step)
 
     def on_step_begin(self, args, state, control, **_: Any) -> None:
         self.begins.append(state.global_step)
-        stored = self._run.memory or newest_step(self._store) is not None
-        if self._kill_at is not None and state.global_step >= self._kill_at and stored and os.environ["RANK"] == "0":
-            os.kill(os.getpid(), signal.SIGKILL)
+        self._killer.at(state.global_step, last=state.global_step == state.max_steps - 1)
         if state.global_step == self._run.raise_at:
             raise ZeroDivisionError("the user's mistake")
 
@@ -146,15 +164,20 @@ def callback(root: str, run: Run) -> list[MoECheckpointCallback]:
     return [MoECheckpointCallback(getattr(policies, name)(**arguments), dirpath=f"{root}/store", memory=memory)]
 
 
-def lived(rank: int, world_size: int, root: str, run: Run, kill_at: int | None = None) -> dict[str, Any]:
+def lived(rank: int, world_size: int, root: str, run: Run, kill: Kill | None = None) -> dict[str, Any]:
     """The state at the end; a process that is killed returns nothing."""
+    killer = Killer(kill, rank, f"{root}/store")
+    killer.at(OPENING)
     torch.set_num_threads(1)
     os.environ["MASTER_ADDR"] = "127.0.0.1"  # accelerate asks for it, and does not use it: there is a process group
     patience = EarlyStoppingCallback(early_stopping_patience=run.patience)
-    ours, dies = callback(root, run), _Dies(run, kill_at, f"{root}/store")
+    ours, dies = callback(root, run), _Dies(run, killer, rank)
+    dies.ours = ours[0] if ours else None
     trained = trainer(root, run, *ours, patience, dies)
     result = trained.train()
     assert run.fsdp2 is any(isinstance(parameter, DTensor) for parameter in trained.model.parameters())
+    if dies.journal is not None:
+        dies.journal.end(dies.tokens)
     checkpoint = ours[0].checkpoint if ours else None
     whole = lambda tensor: tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor  # noqa: E731
     tensors = {key: whole(value) for key, value in trained.accelerator.unwrap_model(trained.model).state_dict().items()}

@@ -105,7 +105,7 @@ def test_an_error_behind_an_update_says_what_is_not_kept(tmp_path: Path):
     said = only(loop_calls.broken_off, tmp_path)
     assert said == [
         "training stops (ZeroDivisionError), and rank 0 does not keep iteration 2 in memory: its update is made, but "
-        "the loop has not come to the end of the iteration"
+        "the loop has not come to the end of the iteration, usually because it waits for a rank that died"
     ]
 
 

@@ -11,7 +11,7 @@ import os
 from types import SimpleNamespace
 from typing import Any
 
-# A process with threads must not be forked: read when torch is imported, and pyarrow, which torchtitan's data sets need.
+# A process with threads must not be forked: read when torch is imported, and pyarrow, for torchtitan's data sets.
 os.environ |= {"OMP_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
 
 import torch

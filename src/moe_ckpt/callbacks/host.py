@@ -27,6 +27,7 @@ from moe_ckpt.driver.changes import (
     optimizer_changes,
     plain_values,
     same,
+    schedules_of,
     trainable_changes,
 )
 from moe_ckpt.driver.host import End, Host, loading_state
@@ -175,6 +176,7 @@ def _training(trainer: Any) -> dict[str, Any]:
     return {
         **({} if scheduled else {"accumulate_grad_batches": trainer.accumulate_grad_batches}),
         "limit_train_batches": trainer.limit_train_batches,
+        "schedules": [name for config in trainer.lr_scheduler_configs for name in schedules_of(config.scheduler)],
         "gradient_clip_val": trainer.gradient_clip_val,
         "precision": str(trainer.precision),
         "torch.compile": is_compiled(trainer.lightning_module),

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch.optim.lr_scheduler import LRScheduler
 
 from moe_ckpt.format.tree import encode_tree
 from moe_ckpt.modeling.optimizer_state import IMPLEMENTATION_FLAGS
@@ -121,6 +122,22 @@ def optimizer_changes(before: Sequence[Groups], now: Sequence[Groups]) -> Iterat
         pairs = zip(old, new, strict=False)
         changes = (change for pair in pairs for change in differing(name, *pair, from_checkpoint=True))
         yield from dict.fromkeys(replace(change, where=change.where.replace("initial_lr", "lr")) for change in changes)
+
+
+def schedules_of(target: Any) -> list[str]:
+    """Returns what learning-rate schedulers compute, by their classes' and functions' names, which no state has.
+
+    Args:
+        target: A scheduler, an object of accelerate or torchtitan that holds some, or any other: it has none.
+    """
+    if isinstance(target, LRScheduler):
+        functions = [getattr(function, "func", function) for function in getattr(target, "lr_lambdas", ())]
+        names = dict.fromkeys(getattr(one, "__qualname__", type(one).__name__) for one in functions)
+        return [f"{type(target).__name__}({', '.join(names)})" if names else type(target).__name__]
+    schedulers = getattr(target, "schedulers", None) or [getattr(target, "scheduler", None)]
+    if not isinstance(schedulers, (list, tuple)) or schedulers == [None]:
+        return []
+    return list(dict.fromkeys(name for scheduler in schedulers for name in schedules_of(scheduler)))
 
 
 def same(one: Any, other: Any) -> bool:

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from moe_ckpt.driver.attached import LoopHost
-from moe_ckpt.driver.changes import Change, groups_of, optimizer_changes
+from moe_ckpt.driver.changes import Change, differing, groups_of, optimizer_changes, schedules_of
 from moe_ckpt.driver.host import Stateful, loading_state
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.interop.weights import LoadedWeights, load_module_weights
@@ -65,7 +65,10 @@ class PlainHost(LoopHost):
         self.generators = Generators(capture_rng, restore_rng)
         self.progress, self._moved = Position(), False
         self.buckets: str | None = None
-        self._configured = groups_of(optimizers)
+        self._configured: dict[str, Any] = {
+            "optimizers": groups_of(optimizers),
+            "schedules": {name: schedules_of(target) for name, target in stateful.items()},
+        }
 
     @property
     def step(self) -> int:
@@ -96,8 +99,10 @@ class PlainHost(LoopHost):
         for name, target in self.stateful.items():
             with loading_state(f"{name} ({type(target).__name__})", restored.path):
                 target.load_state_dict(plain["stateful"][name])
-        changes = list(optimizer_changes(plain["configured"], self._configured))
-        self._configured = plain["configured"]
+        before, now = plain["configured"], self._configured
+        changes = list(optimizer_changes(before["optimizers"], now["optimizers"]))
+        changes += differing("schedule ", before["schedules"], now["schedules"], from_checkpoint=False)
+        self._configured = {**now, "optimizers": before["optimizers"]}
         self.progress = Position(int(plain["step"]), restored=True, counters=plain["counters"])
         self.buckets = plain["buckets"]
         self.generators.take(plain["rng"])

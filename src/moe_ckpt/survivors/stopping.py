@@ -202,7 +202,10 @@ class Surviving:
         except Exception as error:  # whatever it is, older checkpoints count, and training ends as without us
             return f"the newest {self._unit}", str(error)
         step = f"{self._unit} {self._host.step + 1}"
-        return step, f"its update is made, but the loop has not come to the end of the {self._unit}"
+        return step, (
+            f"its update is made, but the loop has not come to the end of the {self._unit}, usually because it waits "
+            "for a rank that died"
+        )
 
 
 @contextlib.contextmanager

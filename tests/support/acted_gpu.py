@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import resource
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, ValuesView
 from types import FrameType, SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -26,7 +27,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_iter, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 CUDA = torch.device("cuda", 0)
 RUBBISH = 0x5A
@@ -46,6 +47,11 @@ _PASS_ON = ("_stepping", "__torch_dispatch__", "wrapped", "first", "setup_data")
 of an optimizer, what zeroes gradients, and Lightning's setting up of data, before the first step."""
 
 
+def pages_touched() -> int:
+    """Returns how many pages the calling thread has touched for the first time."""
+    return resource.getrusage(resource.RUSAGE_THREAD).ru_minflt
+
+
 class Transfer:
     """Bytes on their way to the host."""
 
@@ -55,9 +61,18 @@ class Transfer:
 
     def finish(self) -> None:
         with self._lock:
-            move, self._move = self._move, None
-            if move is not None:
-                move()
+            if self._move is not None:
+                self._move()
+            self._move = None
+
+    @property
+    def is_done(self) -> bool:
+        return self._move is None
+
+
+def _under_way(*work: Transfer) -> list[Transfer]:
+    """Each once, in order: those that are done need no waiting."""
+    return [transfer for transfer in dict.fromkeys(work) if not transfer.is_done]
 
 
 class Stream:
@@ -65,7 +80,7 @@ class Stream:
         self.work: list[Transfer] = []
 
     def wait_event(self, event: Event) -> None:
-        self.work += event.work
+        self.work = _under_way(*self.work, *event.work)
         _acted().joins += self is _acted()._training
 
     def synchronize(self) -> None:
@@ -80,7 +95,8 @@ class Event:
         self.at = 0.0
 
     def record(self, stream: Stream | None = None) -> None:
-        self.work, self.at = list((stream or _acted().stream).work), time.perf_counter()
+        stream = stream or _acted().stream
+        self.work, self.at = _under_way(*stream.work), time.perf_counter()
 
     def query(self) -> bool:
         return True
@@ -101,6 +117,8 @@ class ActedGPU(TorchFunctionMode):
         waits: (what waited, functions of the package that led to it, innermost first).
         departures: How many transfers of the training thread left by events.
         joins: How often the training thread's stream was made to wait for another one.
+        secs: Processor time of operations on the device, on the training thread: it computes on the host here.
+        pages: Pages that they touched for the first time: its memory is the host's.
         locked: Address -> bytes of mapped memory that was page-locked in place.
         lockers: (name of the thread, bytes) of each time that memory was page-locked, mapped or not.
         unlockers: Names of the threads that unlocked mapped memory.
@@ -113,7 +131,8 @@ class ActedGPU(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.waits: list[tuple[str, tuple[str, ...]]] = []
-        self.departures = self.joins = 0
+        self.departures = self.joins = self.pages = 0
+        self.secs = 0.0
         self._streams = threading.local()
         self._training = Stream()
         self._there: dict[int, StorageWeakRef] = {}
@@ -234,14 +253,34 @@ class ActedGPU(TorchFunctionMode):
         special = self._special.get(func)
         if special is not None:
             return special(func, *args, **kwargs)
-        there = any(isinstance(each, torch.Tensor) and self.holds(each) for each in tree_iter((args, kwargs)))
+        there = self._has_one_there(args) or bool(kwargs and self._has_one_there(kwargs.values()))
         if there and getattr(func, "__name__", "") in _READS:
             self.note(func.__name__)
         if (device := kwargs.get("device")) is not None:
             there = torch.device(device).type == "cuda"
             kwargs["device"] = "cpu" if there else device
-        result = func(*args, **kwargs)
-        return tree_map_only(torch.Tensor, self.take, result) if there else result
+        if there and threading.current_thread() is self._thread:
+            pages, secs = pages_touched(), time.thread_time()
+            result = func(*args, **kwargs)
+            self.secs += time.thread_time() - secs
+            self.pages += pages_touched() - pages
+        else:
+            result = func(*args, **kwargs)
+        if not there or isinstance(result, (int, bool, str, torch.dtype, torch.Size)):
+            return result
+        return self.take(result) if isinstance(result, torch.Tensor) else tree_map_only(torch.Tensor, self.take, result)
+
+    def _has_one_there(self, values: Iterable[Any]) -> bool:
+        """By hand, since this is asked at every call, and training is timed."""
+        for value in values:
+            if isinstance(value, torch.Tensor):
+                if self.holds(value):
+                    return True
+            elif isinstance(value, dict):
+                value = value.values()
+            if isinstance(value, (tuple, list, ValuesView)) and self._has_one_there(value):
+                return True
+        return False
 
     def _moved(self, tensor: torch.Tensor, there: bool, how: str) -> torch.Tensor:
         if self.holds(tensor) == there:

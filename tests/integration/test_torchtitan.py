@@ -25,7 +25,7 @@ from tests.integration import torchtitan_run
 from tests.integration.test_plain_loop import require_alike
 from tests.integration.torchtitan_run import BATCH, SEQ, STEPS, TOP_K, Run
 from tests.support.kills import Kill, drawn, killed
-from tests.support.processes import Outcome, start_ranks
+from tests.support.processes import Outcome, run_ranks, start_ranks
 
 WARM = "tests.support.torchtitan_warm"
 WINDOWS, LOG, EXPERTS = ("MoEvement", {"window": 3}), ("GradientLog", {}), {"expert_parallel": 2}
@@ -205,3 +205,14 @@ def test_it_can_be_switched_off():
     assert not manager.save(1, last_step=True)
     manager.maybe_wait_for_staging()
     manager.close()
+
+
+def test_a_run_goes_on_in_a_loop_and_from_there_in_torchtitan(tmp_path: Path):
+    half = STEPS // 2
+    alone = life(tmp_path / "alone", Run())
+    life(tmp_path / "first", Run(steps=half))
+    stores = str(tmp_path / "first" / "store"), str(tmp_path / "loop")
+    assert run_ranks(torchtitan_run.carried, 1, str(tmp_path), *stores, preload=WARM) == [half]
+    second = life(tmp_path / "second", Run(first=half * BATCH, options={"state_from": stores[1]}))
+    require_alike(alone, second)
+    assert (second["at_end"][0], second["at_end"][2]) == (alone["at_end"][0], alone["at_end"][2])

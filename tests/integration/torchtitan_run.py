@@ -37,6 +37,7 @@ class Run:
         workers: Of the data loader.
         validate: A validation every five steps draws random numbers.
         samples: Of the data, at one rank; None: endless.
+        first: Number of its first sample.
         optimizers: Experts have Adam, all else AdamW.
         steps: In all.
         raise_at: An error is raised in the forward pass after this step.
@@ -55,6 +56,7 @@ class Run:
     workers: int = 0
     validate: bool = False
     samples: int | None = None
+    first: int = 0
     optimizers: int = 1
     steps: int = STEPS
     raise_at: int | None = None
@@ -69,8 +71,8 @@ class Run:
 class Words(IterableDataset):
     """Sequences that depend on their number, which is the state."""
 
-    def __init__(self, rank: int, samples: int | None) -> None:
-        self.rank, self.samples, self.number = rank, samples, 0
+    def __init__(self, rank: int, samples: int | None, first: int = 0) -> None:
+        self.rank, self.samples, self.number = rank, samples, first
 
     def __iter__(self):
         while self.samples is None or self.number < self.samples:
@@ -128,6 +130,7 @@ def config(root: str, run: Run) -> Any:
         @dataclass(kw_only=True, slots=True)
         class Config(ParallelAwareDataloader.Config):
             samples: int | None = None
+            first: int = 0
             infinite: bool = True
 
         def __init__(self, config, *, dp_rank, dp_world_size, local_batch_size, snapshot_every_n_steps=None, **_: Any):
@@ -136,7 +139,7 @@ def config(root: str, run: Run) -> Any:
                 "multiprocessing_context": "fork" if config.num_workers else None,
             }
             super().__init__(
-                Words(dp_rank, config.samples),
+                Words(dp_rank, config.samples, config.first),
                 dp_rank=dp_rank,
                 dp_world_size=dp_world_size,
                 batch_size=local_batch_size,
@@ -164,7 +167,7 @@ def config(root: str, run: Run) -> Any:
         dump_folder=root,
         tokenizer=NoTokenizer(),
         metrics=MetricsProcessor.Config(log_freq=1),
-        dataloader=Loader.Config(num_workers=run.workers, samples=run.samples),
+        dataloader=Loader.Config(num_workers=run.workers, samples=run.samples, first=run.first),
         validator=Validator.Config(enable=run.validate, freq=5, steps=2, dataloader=Loader.Config()),
         optimizer=OptimizersContainer.Config(param_groups=groups),
         lr_scheduler=LRSchedulersContainer.Config(warmup_steps=2, total_steps=STEPS),
@@ -249,3 +252,14 @@ def lived(rank: int, world_size: int, root: str, run: Run, kill: Kill | None = N
         "bias": [whole(block.moe.expert_bias_E) for block in model.layers.values()],
         "routed": (None if book is None else book.applied.tolist(), routed.tolist()),
     }
+
+
+def carried(rank: int, world_size: int, root: str, source: str, target: str) -> int:
+    """Takes over a run of torchtitan's ``Trainer`` in a PyTorch loop, which saves the state and ends: its step."""
+    trainer = config(root, Run(policy=None)).build()
+    [model], stateful = trainer.model_parts, {"lr": trainer.lr_schedulers}
+    with moe_ckpt.attach(model, list(trainer.optimizers), dirpath=target, state_from=source, stateful=stateful) as ckpt:
+        step = ckpt.resume().step
+        ckpt.save()
+    trainer.close()
+    return step

@@ -64,7 +64,7 @@ ERRORS = (
 
 OPTIONS = (
     "access budget_fraction dirpath host_memory_bytes memory on_read_error policy profile resume retention save_last "
-    "timeout_secs weights_from when_busy"
+    "state_from timeout_secs weights_from when_busy"
 )
 """Of ``MoECheckpoint`` and ``megatron.attach``."""
 

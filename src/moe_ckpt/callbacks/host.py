@@ -19,6 +19,7 @@ from moe_ckpt.callbacks.lightning_state import (
     plain_hparams,
     restore_checkpoint,
 )
+from moe_ckpt.callbacks.loop_position import count_steps
 from moe_ckpt.driver.changes import (
     Change,
     Groups,
@@ -33,6 +34,7 @@ from moe_ckpt.driver.changes import (
 from moe_ckpt.driver.host import End, Host, loading_state
 from moe_ckpt.format.manifest import Manifest, state_path
 from moe_ckpt.format.run_records import Finished
+from moe_ckpt.interop.handover import Handover, load_handover
 from moe_ckpt.interop.weights import LoadedWeights, load_module_weights
 from moe_ckpt.modeling.names import is_compiled
 from moe_ckpt.modeling.rng import Generators, capture_rng, restore_rng
@@ -106,6 +108,19 @@ class LightningHost(Host):
     def load_weights(self, path: str, comm: Communicator) -> LoadedWeights:
         strict = self.module.strict_loading  # if False, names may be missing on either side, as for Lightning's own
         return load_module_weights(path, self.state, comm, self.module, strict=strict)
+
+    def load_state(self, path: str, comm: Communicator, experts: Sequence[int]) -> tuple[Handover, Sequence[Change]]:
+        handover = load_handover(path, self.state, comm, experts)
+        with loading_state("the model and its optimizers", handover.path):
+            self.state.load_plain(handover.plain["plain"])
+            schedulers = [config.scheduler for config in self.trainer.lr_scheduler_configs]
+            handover.hand_out([*schedulers, getattr(self.trainer.precision_plugin, "scaler", None)])
+        differences = list(optimizer_changes(handover.groups, self._configured["optimizers"]))
+        if handover.groups:
+            self._configured = {**self._configured, "optimizers": handover.groups}
+        count_steps(self.trainer, handover.manifest.step)
+        self.generators.take(handover.plain["rng"])
+        return handover, differences
 
     def go_on_from_end(
         self, manifest: Manifest, finished: Finished, differences: Sequence[Change], plt: float

@@ -35,6 +35,16 @@ from moe_ckpt.callbacks.compat import Private, Stateful
 _PLAIN = (int, float, str, bytes, bool, tuple)
 
 
+def count_steps(trainer: Any, steps: int) -> None:
+    """Lets the trainer, which has trained nothing, count from the steps that another host has done."""
+    loop = trainer.fit_loop.epoch_loop
+    if trainer.lightning_module.automatic_optimization:
+        progress = loop.automatic_optimization.optim_progress.optimizer.step
+    else:
+        progress = loop.manual_optimization.optim_step_progress
+    progress.total.ready = progress.total.completed = Private(loop).batches_that_stepped = steps
+
+
 def whole_and_left(trainer: Any, dealt: list[tuple[int, int] | None]) -> tuple[float, float]:
     """Returns the batches of a whole epoch, and of its rest, of all training loaders together.
 

@@ -7,9 +7,10 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 from moe_ckpt.driver.changes import Change
-from moe_ckpt.errors import ConfigError, MoECheckpointError, state_refused
+from moe_ckpt.errors import ConfigError, MoECheckpointError, UnsupportedError, state_refused
 from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.format.run_records import Finished
+from moe_ckpt.interop.handover import Handover
 from moe_ckpt.interop.weights import LoadedWeights
 from moe_ckpt.ports import Communicator
 from moe_ckpt.recovery.executing import Restored
@@ -68,6 +69,20 @@ class Host(Protocol):
     def load_weights(self, path: str, comm: Communicator) -> LoadedWeights:
         """Loads the weights at ``path``, which a new run begins with."""
 
+    def load_state(self, path: str, comm: Communicator, experts: Sequence[int]) -> tuple[Handover, Sequence[Change]]:
+        """Loads the state at ``path`` of another host's run, which this one continues. Arguments: ``load_handover``.
+
+        Returns:
+            What was loaded; and hyperparameters that differ.
+
+        Raises:
+            UnsupportedError: This host's optimizers have state of another form.
+        """
+        raise UnsupportedError(
+            f"state_from={path!r}: optimizers keep state of another form here than under Lightning, transformers, "
+            "torchtitan and in PyTorch loops. Set weights_from= to begin from weights alone"
+        )
+
     def go_on_from_end(
         self, manifest: Manifest, finished: Finished, changes: Sequence[Change], plt: float
     ) -> tuple[bool, str]:
@@ -106,8 +121,9 @@ def require_framework(plain: Mapping[str, Any], framework: str, path: str) -> No
     """Raises ``ConfigError`` if the plain state at ``path`` is of another framework than this adapter's."""
     if plain.get("framework") != framework.lower():
         raise ConfigError(
-            f"{path} was written by {plain.get('framework')!r}, not by {framework}: this framework cannot use its "
-            "optimizer, loops and schedules"
+            f"{path} was written by {plain.get('framework')!r}, not by {framework}, so its loops cannot be resumed "
+            "here. Choose another dirpath and set state_from= to this store, which takes the state of model and "
+            "optimizers over (from and to Megatron weights_from=, the weights)"
         )
 
 

@@ -12,6 +12,7 @@ from typing import Any
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.tokens import FaultRecord
 from moe_ckpt.core.user_text import human_bytes, name_ranks
+from moe_ckpt.interop.handover import Handover
 from moe_ckpt.interop.weights import LoadedWeights
 from moe_ckpt.notices import announce
 from moe_ckpt.ports import StateTensor, TensorSpec
@@ -92,6 +93,10 @@ class Messages:
         self._announce(
             "a new run starts with %s; %s count, optimizer, schedules and data start from scratch", loaded, self._unit
         )
+
+    def handed_over(self, handover: Handover) -> None:
+        """Says what came over from another host's run, after ``resumed``."""
+        (self._warn if handover.not_taken else self._announce)("%s", handover)
 
     def resumed(
         self, step: int, source: str, fault: FaultRecord, plt: float, besides: str = "", dirpath: str | None = None

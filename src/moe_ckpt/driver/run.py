@@ -28,7 +28,7 @@ from moe_ckpt.reading.memory.slot_storage import OpenedMemory
 from moe_ckpt.reading.reader import StoreReader
 from moe_ckpt.recovery.executing import AlongLog, Recovery, Restored, versions_of
 from moe_ckpt.recovery.replay import StepReplay
-from moe_ckpt.recovery.resume import resume_newest
+from moe_ckpt.recovery.resume import other_ranks, resume_newest
 from moe_ckpt.run.agreement import Deferred, StepTokens
 from moe_ckpt.run.context import RunContext
 from moe_ckpt.run.documents import read_finished, write_finished
@@ -180,11 +180,24 @@ class Driver:
                 return
         if otherwise is not None:
             otherwise()
+        if options.state_from is not None:
+            self._take_over(options.state_from)
+            return
         if options.weights_from is not None:
             self.say.weights(self._host.load_weights(options.weights_from, self.comm))
         elif otherwise is None:
             self.say.new_run(options.resume, self.session.generation)
         self.lifecycle.move(Action.RESUME, "resume()")
+
+    def _take_over(self, path: str) -> None:
+        """Begins a new run with the state of another host's."""
+        experts = [layer.experts for layer in self.session.catalog.layers]
+        handover, changes = self._host.load_state(path, self.comm, experts)
+        self.lifecycle.move(Action.RESUME, "resume()")
+        self.resume_loaded(handover.reader, handover.manifest, handover.plain, same_store=False)
+        self.say.handed_over(handover)
+        self.say.inexact(other_ranks(handover.manifest, self.comm.world_size))
+        say_changes(changes, self.comm.rank)
 
     def resume_elsewhere(self) -> None:
         """The framework loads what training begins with."""
@@ -193,7 +206,7 @@ class Driver:
     def resume_loaded(
         self, reader: StoreReader, manifest: Manifest, plain: Mapping[str, Any], *, same_store: bool
     ) -> None:
-        """Continues from a checkpoint that the user named, and the framework has loaded since ``resume_elsewhere``.
+        """Continues from a checkpoint that the user named, and the framework or the host has loaded.
 
         Args:
             reader: Of its store.

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -38,8 +38,6 @@ from moe_ckpt.reading.together import (
     together,
 )
 from moe_ckpt.storage import Storage, open_storage
-
-Result = TypeVar("Result")
 
 
 class WeightSource:
@@ -146,10 +144,14 @@ def _absolute(path: str) -> str:
     return path if "://" in path else os.path.realpath(os.path.expanduser(path))
 
 
-def choose(path: str) -> tuple[str | None, str]:
+def choose(path: str, option: str = "weights_from") -> tuple[str | None, str]:
     """Returns (the step directory to take, None for safetensors files; what is said about skipped steps).
 
     Called on one rank, so that all take the same step of a store that is being written.
+
+    Args:
+        path: Of a store, a step directory or safetensors files.
+        option: Where the user gave it, for messages.
 
     Raises:
         NoCheckpointError: Nothing that could give weights is there.
@@ -164,10 +166,10 @@ def choose(path: str) -> tuple[str | None, str]:
     reader = StoreReader(storage)
     if not reader.directories():
         if storage.exists("store.json"):
-            raise NoCheckpointError(f"weights_from={path}: the store has no committed step yet")
+            raise NoCheckpointError(f"{option}={path}: the store has no committed step yet")
         if not any(name.endswith((SUFFIX, ".index.json")) for name in storage.list()):
             raise NoCheckpointError(
-                f"weights_from={path}: there is neither a store of moe_ckpt, nor a step directory, nor a safetensors "
+                f"{option}={path}: there is neither a store of moe_ckpt, nor a step directory, nor a safetensors "
                 "file (pickled files such as .ckpt, .pt and .bin are not read)"
             )
         return None, ""
@@ -251,41 +253,40 @@ def load_weights(
 
     def newest() -> LoadedWeights:
         directory, passed = by_rank_zero(comm, lambda: choose(text), f"load weights from {text}")
-        agreed = partial(_on_all_ranks, comm, text, directory)
-        plan: _Plan = agreed(lambda: _plan(open_source(text, directory), state, buffers, tied, others))
-        used = largest(comm, [name in plan.used for name in plan.names])
-        unused = tuple(name for name, of_any in zip(plan.names, used, strict=True) if not of_any)
-        agreed(lambda: plan.check(unused, strict))
-        plan.source.share(comm, plan.pairs)
-        agreed(lambda: plan.source.verify(plan.pairs))
-        agreed(lambda: plan.source.copy(plan.pairs), " (some weights may be loaded, and others not)")
+        with raising_on_all_ranks(comm, text, directory):
+            plan = together(comm, lambda: _plan(open_source(text, directory), state, buffers, tied, others))
+            used = largest(comm, [name in plan.used for name in plan.names])
+            unused = tuple(name for name, of_any in zip(plan.names, used, strict=True) if not of_any)
+            together(comm, lambda: plan.check(unused, strict))
+            plan.source.share(comm, plan.pairs)
+            together(comm, lambda: plan.source.verify(plan.pairs))
+        with raising_on_all_ranks(comm, text, directory, " (some weights may be loaded, and others not)"):
+            together(comm, lambda: plan.source.copy(plan.pairs))
         return LoadedWeights(plan.source.title + passed, plan.tensors, plan.absent, unused)
 
     return newest() if locate(text)[1] is not None else listed_again(newest)
 
 
-def _on_all_ranks(
-    comm: Communicator, path: str, directory: str | None, action: Callable[[], Result], outcome: str = ""
-) -> Result:
-    """Returns the result of ``action``, if no rank failed in it.
+@contextmanager
+def raising_on_all_ranks(comm: Communicator, path: str, directory: str | None, outcome: str = "") -> Iterator[None]:
+    """The block raises ``NotUsableError`` on all ranks, if it fails on one: each raises an error for users then.
 
     Args:
         comm: The ranks.
         path: Of the source.
         directory: The step, of a store; None of files.
-        action: What each rank does.
         outcome: What then is true, for the message.
 
     Raises:
         StepRemovedError: On every rank, if it failed on any because retention removed the step.
     """
     try:
-        return together(comm, action)
+        yield
     except NotUsableError as failure:
         if directory is not None:
             require_committed(comm, StoreReader(locate(path)[0]).storage, directory)
         try:
-            raise_on_all_ranks(comm, failure, path + outcome, "load weights from")
+            raise_on_all_ranks(comm, failure, path + outcome, "load")
         except StepRemovedError as error:  # but rank 0 sees its manifest
             raise StoreError(str(error)) from error
 
@@ -363,22 +364,25 @@ def _differences(name: str, dtype: str, shape: tuple[int, ...], source_name: str
 
 
 def aligned(sources: Collection[str], here: Collection[str]) -> dict[str, str]:
-    """Returns name here -> name there, for all that agree once a beginning is taken off each side.
+    """Returns name here -> name there, for all that agree once ``common_beginnings`` are taken off."""
+    stripped, prefix = common_beginnings(sources, here)
+    rest = {name[len(stripped) :]: name for name in sources if name.startswith(stripped)}
+    return {name: rest[name[len(prefix) :]] for name in here if name.startswith(prefix) and name[len(prefix) :] in rest}
+
+
+def common_beginnings(sources: Collection[str], here: Collection[str]) -> tuple[str, str]:
+    """Returns what to take off names there, and here, so that most agree.
 
     Of the beginnings that most names of a side share (``""`` among them) those are taken with which most names agree,
     and of these the shortest.
     """
-    best: tuple[int, int, dict[str, str]] = (0, 0, {})
+    best: tuple[int, int, str, str] = (0, 0, "", "")
     for stripped in _beginnings(sources):
-        rest = {name[len(stripped) :]: name for name in sources if name.startswith(stripped)}
+        rest = {name[len(stripped) :] for name in sources if name.startswith(stripped)}
         for prefix in _beginnings(here):
-            pairs = {
-                name: rest[name[len(prefix) :]]
-                for name in here
-                if name.startswith(prefix) and name[len(prefix) :] in rest
-            }
-            best = max(best, (len(pairs), -len(stripped) - len(prefix), pairs), key=lambda candidate: candidate[:2])
-    return best[2]
+            agreeing = sum(name.startswith(prefix) and name[len(prefix) :] in rest for name in here)
+            best = max(best, (agreeing, -len(stripped) - len(prefix), stripped, prefix), key=lambda one: one[:2])
+    return best[2:]
 
 
 def _beginnings(names: Collection[str]) -> list[str]:

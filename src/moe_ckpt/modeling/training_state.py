@@ -208,7 +208,7 @@ class TorchTrainingState:
         if len(stored) != len(self._optimizers):
             raise ConfigError(
                 f"the checkpoint holds {len(stored)} optimizers, this run has {len(self._optimizers)}; "
-                "return the same ones from configure_optimizers()"
+                "train with the same ones (under Lightning, of configure_optimizers())"
             )
         module_state.check(self._model, self._varying, plain)
         for index, (optimizer, entry) in enumerate(zip(self._optimizers, stored, strict=True)):

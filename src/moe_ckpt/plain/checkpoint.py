@@ -143,8 +143,8 @@ class PlainCheckpoint(AttachedCheckpoint):
         host.progress = Position(step)
         driver.resume()
         restored = driver.restored
+        host.generators.put_back()
         if restored is not None:
-            host.generators.put_back()
             for name, loader in host.stateful.items():
                 state = restored.plain["stateful"][name]
                 is_at_end = isinstance(state, Mapping) and state.get("_iterator_finished")
@@ -152,9 +152,9 @@ class PlainCheckpoint(AttachedCheckpoint):
                     self.iterate_quietly(loader)
         if driver.replaying is not None:
             driver.replaying.begin(StepSource())
-        if self._buckets is not None and host.step:
+        if self._buckets is not None and restored is not None and host.step:
             self._buckets.arrange(host.buckets)
-        driver.begin(new=restored is None)
+        driver.begin(new=driver.restored_step is None)
         return host.progress
 
     def restore_generators(self) -> None:

@@ -14,6 +14,7 @@ from moe_ckpt.driver.attached import LoopHost
 from moe_ckpt.driver.changes import Change, differing, groups_of, optimizer_changes, schedules_of
 from moe_ckpt.driver.host import Stateful, loading_state
 from moe_ckpt.errors import ConfigError
+from moe_ckpt.interop.handover import Handover, load_handover
 from moe_ckpt.interop.weights import LoadedWeights, load_module_weights
 from moe_ckpt.modeling.optimizer_state import require_plain
 from moe_ckpt.modeling.rng import Generators, capture_rng, restore_rng
@@ -113,6 +114,18 @@ class PlainHost(LoopHost):
 
     def load_weights(self, path: str, comm: Communicator) -> LoadedWeights:
         return load_module_weights(path, self.state, comm, self.module)
+
+    def load_state(self, path: str, comm: Communicator, experts: Sequence[int]) -> tuple[Handover, Sequence[Change]]:
+        handover = load_handover(path, self.state, comm, experts)
+        with loading_state("the model and its optimizers", handover.path):
+            self.state.load_plain(handover.plain["plain"])
+            handover.hand_out(self.stateful.values())
+        changes = list(optimizer_changes(handover.groups, self._configured["optimizers"]))
+        if handover.groups:
+            self._configured = {**self._configured, "optimizers": handover.groups}
+        self.progress = Position(handover.manifest.step)
+        self.generators.take(handover.plain["rng"])
+        return handover, changes
 
     def repeated(self, before: _Plain, recorded: _Plain) -> Iterable[Repeated]:
         stateful = [(f"the state of stateful={{{n!r}: ...}}", _of_stateful(n)) for n in self.stateful]

@@ -36,6 +36,7 @@ class OptionValues(TypedDict, total=False):
     timeout_secs: float | str
     profile: str | os.PathLike[str] | None
     weights_from: str | os.PathLike[str] | None
+    state_from: str | os.PathLike[str] | None
     on_read_error: str
     access: str
 
@@ -113,6 +114,9 @@ class Options(Settings):
             (its newest dense step), a step directory, a safetensors file or a directory of those, as ``moe-ckpt
             export`` and transformers write them. Step count, optimizer, schedules and position in the data start from
             scratch.
+        state_from: A run under another framework (Lightning, ``attach``, transformers, torchtitan) that this one
+            continues, as long as ``dirpath`` holds no checkpoint: a store (its newest dense step) or a step directory.
+            Weights, optimizers, random numbers, schedules and step count are taken, the position in the data is not.
         on_read_error: What happens when storage does not return the newest checkpoint at a restart, although it may be
             intact: "stop" ends the run with an error that names step, rank and file; "fallback" resumes from the next
             older one, and retention keeps the newer.
@@ -129,6 +133,7 @@ class Options(Settings):
     save_last: bool = True
     profile: str | None = None
     weights_from: str | None = None
+    state_from: str | None = None
     on_read_error: str = "stop"
     access: str = "private"
 
@@ -149,9 +154,15 @@ class Options(Settings):
             self._set("profile", require_path("profile", self.profile))
             if "://" in self.profile:
                 raise ConfigError(f"profile={self.profile!r}: give the path of a local file, or None for no profile")
-        if self.weights_from is not None:
-            self._set("weights_from", require_path("weights_from", self.weights_from))
-            self._require_other_store(self.weights_from)
+        for name in ("weights_from", "state_from"):
+            if (source := getattr(self, name)) is not None:
+                self._set(name, require_path(name, source))
+                self._require_other_store(name, getattr(self, name))
+        if self.weights_from is not None and self.state_from is not None:
+            raise ConfigError(
+                f"weights_from={self.weights_from!r} and state_from={self.state_from!r} contradict each other: a run "
+                "begins with weights alone, or with the whole state of another"
+            )
 
     def _require_replicas(self) -> None:
         required, available = self.needs.replicas, 0 if self.memory is None else self.memory.replicas
@@ -174,13 +185,12 @@ class Options(Settings):
                 "or a policy that sends full state"
             )
 
-    def _require_other_store(self, weights_from: str) -> None:
-        source, store = (text if "://" in text else os.path.realpath(text) for text in (weights_from, self.dirpath))
+    def _require_other_store(self, name: str, path: str) -> None:
+        source, store = (text if "://" in text else os.path.realpath(text) for text in (path, self.dirpath))
         if f"{source}/".startswith(f"{store.rstrip('/')}/"):
             raise ConfigError(
-                f"weights_from={weights_from!r} lies in dirpath={self.dirpath!r}: a run resumes from its own "
-                "checkpoints automatically, and a new run that starts from its weights needs another store. Set "
-                "another dirpath"
+                f"{name}={path!r} lies in dirpath={self.dirpath!r}: a run resumes from its own checkpoints "
+                "automatically, and a new run that starts from them needs another store. Set another dirpath"
             )
 
     @property

@@ -70,7 +70,7 @@ class CheckpointManager(BaseCheckpointManager):
                 batches since again. The policy decides which steps are saved.
             policy: What is saved when; None: ``CheckFreq()``.
             resume, save_last, retention, host_memory_bytes, budget_fraction, memory, when_busy, timeout_secs, profile,
-                weights_from, on_read_error, access: See ``moe_ckpt.run.options.Options``.
+                weights_from, state_from, on_read_error, access: See ``moe_ckpt.run.options.Options``.
         """
 
         enable: bool = True
@@ -86,6 +86,7 @@ class CheckpointManager(BaseCheckpointManager):
         timeout_secs: float | str = 600.0
         profile: str | None = None
         weights_from: str | None = None
+        state_from: str | None = None
         on_read_error: str = "stop"
         access: str = "private"
 
@@ -149,7 +150,9 @@ class CheckpointManager(BaseCheckpointManager):
         checkpoint, trainer = self._open(), self._trainer
         position = checkpoint.resume()
         self._is_loaded, self._step = True, position.step
-        if position.restored and isinstance(self._loader, ParallelAwareDataloader):
+        if position.step and not position.restored:  # by another host
+            trainer.step = position.step
+        if (position.restored or position.step) and isinstance(self._loader, ParallelAwareDataloader):
             checkpoint.iterate_quietly(self._loader)
         if hasattr(trainer, "should_continue_training"):
             trainer.should_continue_training = self._unless_halted(trainer.should_continue_training)

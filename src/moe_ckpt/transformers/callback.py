@@ -99,7 +99,7 @@ class MoECheckpointCallback(TrainerCallback):
         if position.restored:
             progress.resumed(position.step, self.checkpoint)
         else:
-            progress.begins()
+            progress.begins(position.step)
         self._is_first, self._is_uncounted = True, False
 
     def end(self) -> None:

@@ -114,9 +114,14 @@ class TrainerProgress:
 
     # --- where training begins ---
 
-    def begins(self) -> None:
-        """Nothing was restored: training begins where ``Trainer`` begins, at step 0 or at its own checkpoint."""
-        self.epoch = -1
+    def begins(self, step: int) -> None:
+        """Nothing was restored: training begins where ``Trainer`` begins, at step 0 or at its own checkpoint.
+
+        Args:
+            step: Steps done; more than ``Trainer`` has counted, if another host did them.
+        """
+        self.epoch, trainer = -1, self.trainer
+        trainer._initial_global_step = trainer._globalstep_last_logged = trainer.state.global_step = step
 
     def resumed(self, step: int, checkpoint: PlainCheckpoint) -> None:
         """The state was restored from ``checkpoint``: training goes on at ``step``, which logs count from."""

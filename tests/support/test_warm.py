@@ -96,8 +96,9 @@ def test_a_function_runs_to_its_end_or_is_killed(tmp_path):
     process.close()
     process = warm.start(PRELOAD, time.sleep, 300)
     assert process.is_alive()
+    assert process.exitcode is None
     process.kill()
-    process.join(300)
+    assert retry_until(lambda: process.exitcode is not None), "told without waiting for it"
     assert process.exitcode == -signal.SIGKILL
     process.close()
 

@@ -67,7 +67,7 @@ class Started:
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
-        self.exitcode: int | None = None
+        self._code: int | None = None
         self.pid = self._answer()["pid"]
 
     def _answer(self) -> dict[str, Any]:
@@ -76,13 +76,17 @@ class Started:
             raise AssertionError("the server's fork ended without an answer")
         return answer[0]
 
-    def is_alive(self) -> bool:
+    @property
+    def exitcode(self) -> int | None:
         self.join(0)
+        return self._code
+
+    def is_alive(self) -> bool:
         return self.exitcode is None
 
     def join(self, timeout: float | None = None) -> None:
-        if self.exitcode is None and select.select([self._connection], [], [], timeout)[0]:
-            self.exitcode = self._answer()["exit"]
+        if self._code is None and select.select([self._connection], [], [], timeout)[0]:
+            self._code = self._answer()["exit"]
 
     def kill(self) -> None:
         self._send(signal.SIGKILL)

@@ -39,6 +39,14 @@ LIFE_SECS = 400.0
 
 PRELOAD = "tests.integration.lives_warm"
 CGROUP = "MOE_CKPT_TEST_CGROUP"
+ABOUT_CHECKPOINTS = (
+    *("store", "log", "out", "policy", "options", "crash", "kills", "memory", "to_storage", "replicas"),
+    *("memory_options", "callback", "slow_copy_secs", "watched", "sabotage", "networks", "logged", "bad_disk"),
+    "prior_mtbf_secs",
+)
+"""Fields of ``Run`` that training does not depend on, but for these options of policies:"""
+TRAIN_DIFFERENTLY = {"grad_dtype"}
+SAVES_NOTHING = Run(None, policy=("dense", 10**6))
 
 
 def start(run: Run, rank: int = 0, environment: Mapping[str, str] | None = None) -> warm.Started:
@@ -247,8 +255,13 @@ def _undisturbed(words: str) -> tuple[Any, list[Any]]:
 
 
 def undisturbed(run: Run) -> tuple[list[Any], list[list[dict[str, Any]]]]:
-    """(final state, events) per rank of the same program, never killed, in a directory of its own."""
-    return _undisturbed(replace(run, store=None, log=None, out=None, crash=None, kills=None).to_json())
+    """(final state, events) per rank of the same program, never killed: trained once for all runs that differ only in
+    what is saved. It saves nothing before its end."""
+    changed = run.options.keys() & TRAIN_DIFFERENTLY
+    default = {name: getattr(SAVES_NOTHING, name) for name in ABOUT_CHECKPOINTS}
+    if changed:
+        default |= {"policy": run.policy, "options": run.options, "memory": run.memory}
+    return _undisturbed(replace(run, **default).to_json())
 
 
 def load(run: Run, rank: int = 0) -> Any:

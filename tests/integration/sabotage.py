@@ -366,7 +366,7 @@ def _seals_survivors_late() -> None:
 
     def late(sealer: MemorySealer, snapshot: Snapshot, *more: Any) -> bytes:
         if snapshot.identity.parting:
-            time.sleep(5.0)
+            time.sleep(3.0)
         return seal(sealer, snapshot, *more)
 
     MemorySealer._seal_own = late  # type: ignore[method-assign]

@@ -26,10 +26,10 @@ SLOW = replace(
     policy=("dense", 5),
     to_storage=RARELY,
     memory_options={"survivor_secs": 0.5},
-    slow_copy_secs=2.0,
+    slow_copy_secs=1.0,
     crash=("raise", 9),
 )
-"""Each copy takes two seconds; user code fails after step 8. A seal that is quick may be there when that is asked."""
+"""Each copy takes a second; user code fails after step 8. A seal that is quick may be there when that is asked."""
 SAYS = "rank 0 may not keep step 8 in memory: not sealed within 0.5 s (Memory(survivor_secs))"
 
 

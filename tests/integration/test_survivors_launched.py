@@ -69,7 +69,8 @@ def test_under_torchrun_the_restart_goes_on_from_what_the_survivor_sealed(policy
 
 def test_under_torchrun_a_rank_seals_that_waits_for_a_dead_one_for_ever(place):  # noqa: F811
     """Lightning's handler of SIGTERM does not run then, and torchrun kills the rank 30 s later."""
-    run = replace(in_memory(replace(POLICIES["moc"], ranks=2), place), sabotage="stands still")
+    soon = {"survivor_secs": 26.0}  # of the 30 s: whoever stands still for the others is not waited for
+    run = replace(in_memory(replace(POLICIES["moc"], ranks=2, memory_options=soon), place), sabotage="stands still")
     program = "tests.integration.crash_run", run.to_json()
     said = torchrun(*program, ranks=2, restarts=1, timeout_secs=300, python=warm.python())
     assert SEALED.findall(said) == [("SIGTERM", "0", "6")], said[-6000:]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
@@ -49,13 +51,15 @@ def train(rank, world_size, setup, steps=STEPS):
     return *recorder.finish(), made, weights, len(optimizers), recorder.copier.releases
 
 
+@functools.cache
+def trained(case):
+    return run_ranks(train, 4, CASES[case], preload="tests.support.megatron_warm")
+
+
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.quick("fp32-sharded", "bf16-grouped", "fp16-skips", "sgd-tensor-parallel")
 def test_every_step_comes_out_again_in_another_process(case):
-    setup = CASES[case]
-    for log, states, made, weights, optimizers, releases in run_ranks(
-        train, 4, setup, preload="tests.support.megatron_warm"
-    ):
+    for log, states, made, weights, optimizers, releases in trained(case):
         assert releases >= 1, "copies are made late, when the buffers are about to be zeroed"
         assert optimizers == 2, "dense and expert parameters"
         assert [len(log.made[at]) for at in range(1, STEPS + 1)] == [optimizers * each for each in made]
@@ -70,8 +74,7 @@ def test_every_step_comes_out_again_in_another_process(case):
 def test_hyperparameters_and_skips_are_needed():
     from dataclasses import replace
 
-    results = run_ranks(train, 4, CASES["fp16-skips"], preload="tests.support.megatron_warm")
-    log, states, made = results[0][:3]
+    log, states, made = trained("fp16-skips")[0][:3]
     groups = [tuple({**g, "lr": g["lr"] * 1.5} for g in u.groups) for us in log.made.values() for u in us]
     spoiled = iter(groups)
     other = {at: tuple(replace(u, groups=next(spoiled)) for u in us) for at, us in log.made.items()}

@@ -10,6 +10,7 @@ import ast
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 PACKAGE = "moe_ckpt"
@@ -134,9 +135,14 @@ class Module:
         """First component of the name: the layer."""
         return self.name.partition(".")[0]
 
-    @property
+    @cached_property
     def tree(self) -> ast.Module:
         return ast.parse(self.source)
+
+    @cached_property
+    def nodes(self) -> list[ast.AST]:
+        """Every node of ``tree``, for the rules that look at each."""
+        return list(ast.walk(self.tree))
 
 
 def read_package(root: Path) -> list[Module]:
@@ -151,7 +157,7 @@ def read_package(root: Path) -> list[Module]:
 
 def imports(module: Module) -> Iterator[tuple[int, str]]:
     """(line, dotted target) of every import; ``from a import b`` gives ``a.b``."""
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -199,7 +205,7 @@ def guests_at_doors(module: Module) -> Iterator[str]:
     """A run without a guest does not import it: doors do, when it is asked for; everybody else knows protocols."""
     if module.part in GUESTS:
         return
-    blocks = (*_functions(module), *_for_types(module.tree))
+    blocks = (*_functions(module), *_for_types(module))
     late = {line for node in blocks for line in range(node.lineno, (node.end_lineno or 0) + 1)}
     for line, target in imports(module):
         guest = target.removeprefix(f"{PACKAGE}.").partition(".")[0] if target.startswith(f"{PACKAGE}.") else ""
@@ -244,7 +250,7 @@ def purity(module: Module) -> Iterator[str]:
     for line, target in imports(module):
         if target.partition(".")[0] in IMPURE_MODULES or target.startswith(IMPURE_PARTS):
             yield f"{module.name}:{line} imports {target}, but {pure} is pure"
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Call) and _name(node.func) in ("open", "print", "input"):
             yield f"{module.name}:{node.lineno} calls {_name(node.func)}(), but {pure} is pure"
         if isinstance(node, ast.Attribute) and node.attr == "random" and _name(node.value) in ("np", "numpy"):
@@ -276,7 +282,7 @@ def lightning_names(module: Module) -> Iterator[str]:
         head, *names = target.split(".")
         if head == "lightning" and any(name.startswith("_") for name in names):
             yield f"{module.name}:{line} imports {target}: only {LIGHTNING_NAMES} may"
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         name = ""
         if isinstance(node, ast.Attribute) and _name(node.value) not in ("self", "cls"):
             name = node.attr
@@ -290,7 +296,7 @@ def named_threads(module: Module) -> Iterator[str]:
     """A thread is started under a name of ``threads.ThreadName``, which that module alone gives to one."""
     if module.name == "threads":
         return
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Call) and _name(node.func) in ("Thread", "ThreadPoolExecutor", "Timer"):
             yield f"{module.name}:{node.lineno} calls {_name(node.func)}: use {PACKAGE}.threads, which names it"
 
@@ -299,9 +305,8 @@ def ports_without_torch(module: Module) -> Iterator[str]:
     """``ports`` names torch for the type checker only."""
     if module.name not in EVERYWHERE:
         return
-    tree = module.tree
-    guarded = {id(inner) for node in _for_types(tree) for inner in ast.walk(node)}
-    for node in ast.walk(tree):
+    guarded = {id(inner) for node in _for_types(module) for inner in ast.walk(node)}
+    for node in module.nodes:
         names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
         names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
         if any(name.partition(".")[0] == "torch" for name in names) and id(node) not in guarded:
@@ -313,7 +318,7 @@ def no_pickle(module: Module) -> Iterator[str]:
     for line, target in imports(module):
         if target.partition(".")[0] in PICKLERS:
             yield f"{module.name}:{line} imports {target}"
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if not isinstance(node, ast.Call):
             continue
         called = _name(node.func)
@@ -329,7 +334,7 @@ def no_pickle(module: Module) -> Iterator[str]:
 
 def no_assert(module: Module) -> Iterator[str]:
     """Validation must survive ``python -O``."""
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, ast.Assert):
             yield f"{module.name}:{node.lineno} has an assert; raise an error of moe_ckpt.errors"
 
@@ -352,7 +357,7 @@ def few_positional(module: Module) -> Iterator[str]:
         positional = [*node.args.posonlyargs, *node.args.args]
         if sum(argument.arg not in ("self", "cls", "mcs") for argument in positional) > MOST_POSITIONAL:
             yield f"{module.name}:{node.lineno} {node.name} takes more than {MOST_POSITIONAL} positional arguments"
-    for call in ast.walk(module.tree):
+    for call in module.nodes:
         if isinstance(call, ast.Call) and len(call.args) > MOST_POSITIONAL and _name(call.func) not in FILL_TEXTS:
             yield f"{module.name}:{call.lineno} gives {_name(call.func)} more than {MOST_POSITIONAL} by position"
 
@@ -360,7 +365,7 @@ def few_positional(module: Module) -> Iterator[str]:
 def broad_except(module: Module) -> Iterator[str]:
     """Catching everything for good needs a reason beside it: only a thread's or process's edge has one."""
     lines = module.source.splitlines()
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if not isinstance(node, ast.ExceptHandler):
             continue
         kinds = node.type.elts if isinstance(node.type, ast.Tuple) else [node.type]
@@ -387,13 +392,13 @@ def google_docstrings(module: Module) -> Iterator[str]:
 
 def nouns_for_names(module: Module) -> Iterator[str]:
     """A bound name says what the thing is."""
-    for line, name in _bound_names(module.tree):
+    for line, name in _bound_names(module.nodes):
         if name in NAMES_OF_NOTHING and name not in WRITTEN_TO_FILES.get(module.name, ()):
             yield f"{module.name}:{line} binds {name!r}, which names nothing; take the noun of the thing"
 
 
-def _bound_names(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(tree):
+def _bound_names(nodes: Sequence[ast.AST]) -> Iterator[tuple[int, str]]:
+    for node in nodes:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             yield node.lineno, node.name
         elif isinstance(node, ast.arg):
@@ -416,7 +421,7 @@ def doubled_classes(modules: Sequence[Module]) -> Iterator[str]:
     """No class name stands for two things."""
     homes: dict[str, list[str]] = {}
     for module in modules:
-        for node in ast.walk(module.tree):
+        for node in module.nodes:
             if isinstance(node, ast.ClassDef) and node.name not in ONE_PER_FRAMEWORK:
                 homes.setdefault(node.name, []).append(f"{module.name}:{node.lineno}")
     return (f"{name} is the name of classes in {', '.join(at)}" for name, at in homes.items() if len(at) > 1)
@@ -433,14 +438,14 @@ _SECTION = re.compile(r"^(?:Args|Attributes|Returns|Raises):", re.MULTILINE)
 
 
 def _functions(module: Module) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
-    for node in ast.walk(module.tree):
+    for node in module.nodes:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             yield node
 
 
-def _for_types(tree: ast.AST) -> Iterator[ast.If]:
+def _for_types(module: Module) -> Iterator[ast.If]:
     """Blocks that only a type checker runs."""
-    for node in ast.walk(tree):
+    for node in module.nodes:
         if isinstance(node, ast.If) and _name(node.test) == "TYPE_CHECKING":
             yield node
 

@@ -112,7 +112,7 @@ def test_rounds_moved_ahead_are_rounds_stepped_through(name):
     """To the last bit: the clock counts whole parts."""
     policy, settings = REPEATING[name]
     worked = []
-    for seed, mtbf in ((0, 45.0), (1, 150.0), (2, 1000.0)):
+    for seed, mtbf in ((0, 45.0), (1, 400.0)):
         tried = scenario(policy, failures=Poisson(mtbf), seed=seed, duration_secs=DURATION_SECS, **settings)
         jumped, stepped = simulate(tried), simulate(replace(tried, stepwise=True))
         assert predicted(jumped) == predicted(stepped)

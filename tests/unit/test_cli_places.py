@@ -105,6 +105,7 @@ def test_a_memory_directory_that_is_not_there_is_called_as_it_was_given(run, her
         assert f"--directory: {path}: {why}; {what}" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("warm_programs")
 @pytest.mark.parametrize(
     ("device", "why"),
     [

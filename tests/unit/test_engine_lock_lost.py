@@ -47,6 +47,7 @@ def files(root):
     return {path: path.stat().st_mtime_ns for path in root.rglob("*") if path.is_file()}
 
 
+@pytest.mark.usefixtures("warm_programs")
 def test_a_commit_takes_the_lock_again(tmp_path):
     with Life(LocalStorage(tmp_path / "store"), policy=Dense()) as life:
         life.go(2, settle=True)
@@ -56,6 +57,7 @@ def test_a_commit_takes_the_lock_again(tmp_path):
     assert [m.step for m in manifests(tmp_path / "store")] == [1, 2, 3]
 
 
+@pytest.mark.usefixtures("warm_programs")
 def test_after_another_run_was_let_in_nothing_is_committed_or_collected(tmp_path, caplog):
     """Retention of the first run must not judge what the second one wrote."""
     root = tmp_path / "store"
@@ -81,6 +83,7 @@ class SlowStore(RemoteStorage):
         return super().write(path, chunks)
 
 
+@pytest.mark.usefixtures("warm_programs")
 def test_an_upload_may_take_longer_than_a_lease(monkeypatch):
     monkeypatch.setattr(engine_parts, "StoreLock", functools.partial(StoreLock, ttl_secs=1.0))
     storage = SlowStore(f"memory://slow-{uuid.uuid4().hex}")

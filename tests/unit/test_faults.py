@@ -121,6 +121,7 @@ def test_crash_at_the_nth_time_only():
     assert killed == ["3rename"]
 
 
+@pytest.mark.usefixtures("warm_programs")
 def test_crash_at_is_a_real_kill_minus_nine():
     code = (
         "import atexit; atexit.register(print, 'cleanup'); "
@@ -236,6 +237,7 @@ for step in range(1, 6):
 """
 
 
+@pytest.mark.usefixtures("warm_programs")
 def test_a_restarted_job_gets_through_its_kills(tmp_path):
     schedule = KillSchedule((Kill(2, 0, "compute"), Kill(2, 0, "rename"), Kill(4, 0, "fsync")))
     codes = []

@@ -27,12 +27,13 @@ from moe_ckpt.storage import LocalStorage
 from moe_ckpt.survivors.newest_step import Survivor
 from moe_ckpt.survivors.stopping import Surviving
 from moe_ckpt.survivors.termination import EXIT_CODE
+from tests.support import warm
 from tests.support.standstill import never_returns
 from tests.unit.engine_parts import Life
 
 CHILDREN = 20
 """Each of which is ended as soon as it is there, most of them before they have run a line."""
-QUIET_SECS = 3.0
+QUIET_SECS = 2.0
 """By then a signal that was taken for the parent's has ended it."""
 PATIENCE_SECS = 120.0
 SEALED = "keeps its state of step 3 in memory"
@@ -105,7 +106,7 @@ def train(place: str) -> None:
             print(json.dumps([name, do()]), flush=True)
         time.sleep(QUIET_SECS)
         print(json.dumps(["goes on", sorted(each.suffix for each in Path(place).glob("memory/**/*.head"))]), flush=True)
-        threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGTERM)).start()
         never_returns()
 
 
@@ -116,7 +117,7 @@ def outcome() -> tuple[int, str, dict[str, Any], str]:
         Path(place, "memory").mkdir()
         code = "import sys; from tests.unit.test_forked_children import train; train(sys.argv[1])"
         done = subprocess.run(
-            [sys.executable, "-c", code, place],
+            [warm.python(), "-c", code, place],
             capture_output=True,
             text=True,
             check=False,

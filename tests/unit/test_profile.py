@@ -650,6 +650,7 @@ for n in itertools.count():
 """
 
 
+@pytest.mark.usefixtures("warm_programs")
 def test_kill_in_the_middle_of_writing_leaves_a_whole_file(tmp_path):
     path, source = tmp_path / "p.json", tmp_path / "source"
     source.write_bytes(encoded(replace(PROFILE, lives=(LIFE, NEXT) * 100)))

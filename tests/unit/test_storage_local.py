@@ -448,6 +448,7 @@ WRITER = """
 """
 
 
+@pytest.mark.usefixtures("warm_programs")
 @pytest.mark.parametrize(
     ("phase", "n", "visible"),
     [("manifest", 1, 0), ("write", 1, 0), ("fsync", 1, 0), ("rename", 1, 0), ("fsync", 2, 1), ("gc", 1, 1)],

@@ -51,6 +51,7 @@ def stepped(each: Life) -> list[float]:
 
 @pytest.mark.parametrize("in_memory", [True, False], ids=["memory", "private"])
 @pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.quick("dense-memory", "moc-memory", "windows-memory", "windows-private")
 def test_no_step_waits_for_page_locking(name, in_memory, where, gpu, caplog):  # noqa: F811
     gpu.locking_secs_per_byte = MAKING_SECS / mapping.PAGE_NBYTES
     memory = Memory(directory=where[1]) if in_memory else None

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+import moe_ckpt
 from moe_ckpt.callbacks.moe_checkpoint import MoECheckpoint
 from moe_ckpt.cli.main import main
 from moe_ckpt.errors import ConfigError
@@ -64,7 +65,8 @@ def test_the_directory_opens_as_it_is(tmp_path, name, attribute, head):
     model = family(name)
     before = {key: value.clone() for key, value in model.state_dict().items()}
     train(tmp_path / "store", Tuned(attribute, model, head))
-    assert main(["export", str(tmp_path / "store"), "--to", "safetensors", "-o", str(tmp_path / "out")]) == 0
+    kind = "safetensors" if head else "hf"
+    assert main(["export", str(tmp_path / "store"), "--to", kind, "-o", str(tmp_path / "out")]) == 0
     loaded = assert_opens(tmp_path / "out", model)
     assert not all(torch.equal(value, before[key]) for key, value in loaded.state_dict().items())
     saved = tmp_path / "by transformers"
@@ -105,6 +107,8 @@ def test_a_prefix_by_hand(tmp_path):
     train(tmp_path / "store", module, steps=2)
     both = export(tmp_path / "store", "safetensors", tmp_path / "both")
     assert not (both / "config.json").exists(), "which of the two is not known"
+    with pytest.raises(ConfigError, match="has none, or several"):
+        export(tmp_path / "store", "hf", tmp_path / "hf")
     assert_opens(export(tmp_path / "store", "safetensors", tmp_path / "one", strip_prefix="teacher."), module.teacher)
     assert_opens(export(tmp_path / "store", "safetensors", tmp_path / "two", strip_prefix="student."), module.student)
     with pytest.raises(ConfigError, match=r"strip_prefix=.nobody\..: no tensor.s name"):
@@ -112,3 +116,14 @@ def test_a_prefix_by_hand(tmp_path):
     with pytest.raises(ConfigError, match="for safetensors: dcp keeps"):
         export(tmp_path / "store", "dcp", tmp_path / "three", strip_prefix="student.")
     assert not (tmp_path / "three").exists()
+
+
+def test_of_a_loop_without_a_module_around_the_model(tmp_path):
+    model = family("Qwen3Moe")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    with moe_ckpt.attach(model, optimizer, policy=MoC(k=1), dirpath=tmp_path / "store") as ckpt:
+        ckpt.resume()
+        model(input_ids=tokens(1), labels=tokens(1)).loss.backward()
+        optimizer.step()
+        ckpt.after_step(1)
+    assert_opens(export(tmp_path / "store", "hf", tmp_path / "out", max_file_bytes="10KB"), model)

@@ -11,7 +11,9 @@ from moe_ckpt.cli.shared import add_memory, progress_bar
 EPILOG = """\
 examples:
   moe-ckpt export runs/x/step_00000120 --to dcp --output out         torch.distributed.checkpoint, with optimizer
-  moe-ckpt export runs/x/step_00000120 --to safetensors -o weights   the model's weights, for from_pretrained
+  moe-ckpt export runs/x/step_00000120 --to safetensors -o weights   the model's weights
+  moe-ckpt export runs/x --to hf -o model                            the same for from_pretrained, or an error
+  moe-ckpt export runs/x --to hf --config Qwen3-30B-A3B -o model     the same of a Megatron run
   moe-ckpt export runs/x --to lightning -o last.ckpt                 newest step of a store, for Trainer(ckpt_path=)
   moe-ckpt export runs/x --directory /dev/shm --to safetensors       newest step that an ended run left in memory
 
@@ -23,11 +25,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "export",
         help="convert a checkpoint for other tools",
-        description="Write one checkpoint, whole and verified, as plain DCP, safetensors or Lightning checkpoint.",
+        description="Write one checkpoint, whole and verified, in a format that other libraries open.",
         epilog=EPILOG,
     )
     parser.add_argument("path", help="step directory (or store: its newest usable step), or a URL of one")
-    parser.add_argument("--to", required=True, choices=("dcp", "safetensors", "lightning"), help="format to write")
+    parser.add_argument(
+        "--to", required=True, choices=("dcp", "safetensors", "hf", "lightning"), help="format to write"
+    )
     add_memory(parser)
     parser.add_argument("--output", "-o", help="file or directory to create (default: named after the step, here)")
     parser.add_argument(
@@ -36,7 +40,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="safetensors: prefix to remove from names, such as 'net.' (default: that of a transformers model inside "
         "the module, else none; '' for none)",
     )
-    parser.add_argument("--max-file-size", metavar="SIZE", help="safetensors: larger models are split (default: 50GB)")
+    parser.add_argument(
+        "--max-file-size", metavar="SIZE", help="safetensors, hf: larger models are split (default: 50GB)"
+    )
+    parser.add_argument(
+        "--config", metavar="PATH", help="hf, of a Megatron run: directory of the config.json of the model on the hub"
+    )
 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
@@ -47,7 +56,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     from moe_ckpt.interop.export import export
 
     size = None if args.max_file_size is None else parse_bytes(args.max_file_size, "--max-file-size")
-    if size is not None and args.to != "safetensors":
+    if size is not None and args.to not in ("safetensors", "hf"):
         raise ConfigError(f"--max-file-size {args.max_file_size}: is for --to safetensors; {args.to} takes no size")
     taken: list[Manifest] = []
     with progress_bar("exporting") as progress:
@@ -58,6 +67,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
             progress,
             strip_prefix=args.strip_prefix,
             max_file_bytes=size,
+            config=args.config,
             chosen=taken.append,
             memory=args.directory,
         )

@@ -220,6 +220,7 @@ _MEGATRON: Schema = {
     "iteration": whole(),
     "consumed_samples": whole(),
     "layout": mapping(whole()),
+    "architecture?": mapping(anything),
     "stateful": mapping(mapping(anything, anything)),
     "plain": both(_PLAIN, dict.fromkeys(("optimizer", "optimizer_classes", "resting"), anything)),
     "rng": both(_RNG, {"tracker": anything}),

@@ -27,14 +27,14 @@ from moe_ckpt.core.user_text import parse_bytes
 from moe_ckpt.errors import ConfigError, MoECheckpointError, StoreUnwritableError, UnsupportedError
 from moe_ckpt.format.dtypes import TORCH_DTYPES
 from moe_ckpt.format.manifest import Manifest, age_of
-from moe_ckpt.interop.safetensors import MAX_FILE_BYTES, Progress, write_safetensors
+from moe_ckpt.interop.safetensors import MAX_FILE_BYTES, Progress, write_for_hub, write_safetensors
 from moe_ckpt.interop.whole import WholeCheckpoint, lightning_checkpoint, whole
 from moe_ckpt.reading.memory.memory_outside import memory_step
 from moe_ckpt.reading.reader import StoreReader, locate, with_step
 from moe_ckpt.storage.local import why_unwritable
 
-Target = Literal["dcp", "safetensors", "lightning"]
-TARGETS: tuple[Target, ...] = ("dcp", "safetensors", "lightning")
+Target = Literal["dcp", "safetensors", "hf", "lightning"]
+TARGETS: tuple[Target, ...] = ("dcp", "safetensors", "hf", "lightning")
 _Writer = Callable[[WholeCheckpoint, Path, Progress], None]
 
 _log = logging.getLogger("moe_ckpt")
@@ -48,6 +48,7 @@ def export(
     *,
     strip_prefix: str | None = None,
     max_file_bytes: int | str | None = None,
+    config: str | os.PathLike[str] | None = None,
     chosen: Callable[[Manifest], None] | None = None,
     memory: Sequence[str] = (),
 ) -> Path:
@@ -60,12 +61,16 @@ def export(
         to: ``dcp``: directory of torch's own DCP writer, keys ``model.<name>`` and ``optim.state.<name>.<state>``.
             ``safetensors``: directory with ``model.safetensors`` (the model only) and a small JSON file; of a model of
             transformers as ``from_pretrained`` opens it, with ``config.json``.
+            ``hf``: a directory that ``from_pretrained`` opens, or an error that says why not; of Megatron's models
+            with the names of the hub.
             ``lightning``: one ``.ckpt`` that ``Trainer`` and ``load_from_checkpoint`` open.
         output: Must not exist; by default ``<step directory's name>_<to>`` in the working directory.
         progress: Told bytes.
         strip_prefix: Of ``safetensors``: what to take off names, ``"net."`` for instance. None: what a model of
             transformers has its names from; "": nothing.
-        max_file_bytes: Of ``safetensors``: larger models are split, with an index. "5GB" will do. None: 50 GB.
+        max_file_bytes: Of ``safetensors`` and ``hf``: larger models are split, with an index. "5GB" will do. None:
+            50 GB.
+        config: Of ``hf``, for checkpoints of Megatron: the directory of the model's ``config.json``, or that file.
         chosen: Told which checkpoint is taken, before anything of it is written; again of one that takes its place.
         memory: Directories as in ``Memory(directory=...)``, of an ended run: it is taken from there.
 
@@ -82,15 +87,18 @@ def export(
         raise ConfigError(f"cannot export to {to!r}: choose from {', '.join(TARGETS)}")
     if to != "safetensors" and strip_prefix is not None:
         raise ConfigError(f"strip_prefix={strip_prefix!r} is for safetensors: {to} keeps names as they are")
-    if to != "safetensors" and max_file_bytes is not None:
+    if to not in ("safetensors", "hf") and max_file_bytes is not None:
         raise ConfigError(f"max_file_bytes={max_file_bytes!r} is for safetensors: {to} does not split files by size")
+    if to != "hf" and config is not None:
+        raise ConfigError(f"config={str(config)!r} is for hf: {to} keeps names as they are")
     limit = parse_bytes(MAX_FILE_BYTES if max_file_bytes is None else max_file_bytes, "max_file_bytes")
     writers: dict[str, _Writer] = {
         "dcp": _write_dcp,
         "safetensors": partial(write_safetensors, strip_prefix=strip_prefix, max_file_bytes=limit),
+        "hf": partial(write_for_hub, config=config, max_file_bytes=limit),
         "lightning": _write_lightning,
     }
-    suffix = {"lightning": ".ckpt", "safetensors": "_safetensors", "dcp": "_dcp"}[to]
+    suffix = ".ckpt" if to == "lightning" else f"_{to}"
 
     def written(reader: StoreReader, manifest: Manifest) -> Path:
         if chosen is not None:

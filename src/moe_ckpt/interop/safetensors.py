@@ -20,6 +20,7 @@ import torch
 from moe_ckpt.errors import ConfigError, DamagedError, NoCheckpointError
 from moe_ckpt.format.dtypes import TORCH_DTYPES, dtype_name
 from moe_ckpt.format.shard import MAX_HEADER_BYTES
+from moe_ckpt.interop.hub_names import HubModel
 from moe_ckpt.interop.whole import WholeCheckpoint
 from moe_ckpt.ledger.coverage import Box
 from moe_ckpt.storage.base import Storage
@@ -27,6 +28,7 @@ from moe_ckpt.storage.base import Storage
 SUFFIX = ".safetensors"
 SINGLE_NAME = "model.safetensors"
 INDEX_NAME = "model.safetensors.index.json"
+CONFIG_NAME = "config.json"
 
 
 @dataclass(frozen=True)
@@ -153,11 +155,17 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class _ExportedTensor:
-    """One tensor to write. source: its key in the checkpoint, or the tensor itself."""
+    """One tensor to write.
+
+    Attributes:
+        source: Its key in the checkpoint, or the tensor itself.
+        part: Takes it out of the tensor of that key; None for all of it.
+    """
 
     dtype: str
     shape: tuple[int, ...]
     source: str | torch.Tensor
+    part: Callable[[torch.Tensor], torch.Tensor] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -193,6 +201,98 @@ def write_safetensors(
     if not model:
         example = min(entries, default="nothing")
         raise ConfigError(f"strip_prefix={prefix!r}: no tensor's name begins with it; there is {example}")
+    left_out = sorted(name for name, value in checkpoint.extras.items() if not isinstance(value, torch.Tensor))
+    about = {"prefix": prefix, "other": sorted(rest), "left_out": left_out}
+    _write_model(checkpoint, target, (model, rest), progress, max_file_bytes)
+    if pretrained is not None:
+        _write_configs(target, model, pretrained["config"], pretrained["generation_config"])
+    _write_json(target / SUMMARY_NAME, _summary(checkpoint) | about)
+
+
+def write_for_hub(
+    checkpoint: WholeCheckpoint,
+    target: Path,
+    progress: Progress,
+    config: str | os.PathLike[str] | None = None,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> None:
+    """Writes a directory that ``from_pretrained`` opens, of a model of transformers or of Megatron.
+
+    Args:
+        checkpoint: Of any framework.
+        target: Directory to create.
+        progress: Told bytes.
+        config: Of Megatron's, which do not say: the directory of the model's ``config.json``, or that file.
+        max_file_bytes: The model is split into files of at most so many bytes.
+
+    Raises:
+        ConfigError: A config is needed, or is not that of the model.
+        UnsupportedError: The model is of a kind whose names are not known; says what knows them.
+        CoverageError: The model by the config has other tensors.
+    """
+    if checkpoint.state.get("framework") != "megatron":
+        if config is not None:
+            raise ConfigError(f"config={str(config)!r} is for checkpoints of Megatron: others say what their model is")
+        if _chosen(checkpoint, None) is None:
+            raise ConfigError(
+                "--to hf needs a checkpoint of one model of transformers, and this one has none, or several. Export "
+                "it --to safetensors, which keeps names, or takes a beginning off them (--strip-prefix)"
+            )
+        write_safetensors(checkpoint, target, progress, max_file_bytes=max_file_bytes)
+        return
+    if config is None:
+        raise ConfigError(
+            "--to hf needs to know which model on the hub a checkpoint of Megatron is: give the directory of its "
+            "config.json, --config DIRECTORY (huggingface-cli download NAME config.json --local-dir DIRECTORY)"
+        )
+    path = Path(config) / CONFIG_NAME if Path(config).is_dir() else Path(config)
+    content = _read_json(path)
+    model = HubModel(content)
+    model.require_architecture(checkpoint.state.get("architecture", {}))
+    index = checkpoint.reader.index(checkpoint.manifest)
+    shapes = {name: index.meta(key).global_shape for name, key in checkpoint.parameters.items()}
+    made = {
+        name: _ExportedTensor(
+            index.meta(checkpoint.parameters[tensor.source]).dtype,
+            tensor.shape,
+            checkpoint.parameters[tensor.source],
+            tensor.part,
+        )
+        for name, tensor in model.tensors(shapes, checkpoint.extras).items()
+    }
+    _write_model(checkpoint, target, (made, {}), progress, max_file_bytes)
+    generation = path.parent / "generation_config.json"
+    _write_configs(target, made, content, _read_json(generation) if generation.exists() else None)
+    _write_json(target / SUMMARY_NAME, _summary(checkpoint))
+
+
+def _read_json(path: Path) -> Mapping[str, Any]:
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} holds no config of a model")
+    return content
+
+
+def _write_configs(
+    target: Path, model: Mapping[str, _ExportedTensor], config: Mapping[str, Any], generation: Mapping[str, Any] | None
+) -> None:
+    _write_json(target / CONFIG_NAME, {**config, "dtype": _main_dtype(model)})
+    if generation is not None:
+        _write_json(target / "generation_config.json", generation)
+
+
+def _write_model(
+    checkpoint: WholeCheckpoint,
+    target: Path,
+    tensors: tuple[Mapping[str, _ExportedTensor], Mapping[str, _ExportedTensor]],
+    progress: Progress,
+    max_file_bytes: int,
+) -> None:
+    """Writes the tensors of the model, and others, with an index where there are several files."""
+    model, rest = tensors
     target.mkdir()
     files = {path: list(names) for path, names in _split(model, max_file_bytes).items()}
     total = sum(entry.nbytes for entry in (*model.values(), *rest.values()))
@@ -211,13 +311,6 @@ def write_safetensors(
         weight_map = {name: path for path, names in files.items() for name in names}
         size = sum(entry.nbytes for entry in model.values())
         _write_json(target / INDEX_NAME, {"metadata": {"total_size": size}, "weight_map": weight_map})
-    if pretrained is not None:
-        _write_json(target / "config.json", {**pretrained["config"], "dtype": _main_dtype(model)})
-        if pretrained["generation_config"] is not None:
-            _write_json(target / "generation_config.json", pretrained["generation_config"])
-    left_out = sorted(name for name, value in checkpoint.extras.items() if not isinstance(value, torch.Tensor))
-    about = {"prefix": prefix, "other": sorted(rest), "left_out": left_out}
-    _write_json(target / SUMMARY_NAME, _summary(checkpoint) | about)
 
 
 def _chosen(checkpoint: WholeCheckpoint, strip_prefix: str | None) -> Mapping[str, Any] | None:
@@ -295,6 +388,8 @@ def _write_tensors(
         for name in names:
             source = entries[name].source
             values = checkpoint.tensor(source) if isinstance(source, str) else source
+            part = entries[name].part
+            values = values if part is None else part(values)
             flat: Any = values.contiguous().reshape(-1).view(torch.uint8).numpy()
             yield memoryview(flat)
             report(values.nbytes)

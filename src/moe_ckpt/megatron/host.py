@@ -17,7 +17,7 @@ from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.interop.weights import LoadedWeights
 from moe_ckpt.interop.whole import all_buffers
 from moe_ckpt.megatron.compat import megatron_core
-from moe_ckpt.megatron.inventory import ModelInventory
+from moe_ckpt.megatron.inventory import ModelInventory, architecture
 from moe_ckpt.megatron.loop import Loop, Progress
 from moe_ckpt.megatron.optimizers import SCHEDULER, changes, configured, write_settings
 from moe_ckpt.megatron.training_state import RESTING, MegatronTrainingState
@@ -63,7 +63,7 @@ class MegatronHost(LoopHost):
         self._optimizer = optimizer
         self._settings = functools.partial(configured, optimizer, stateful)
         self._configured: _Plain = self._settings() | {RESTING: self.state.trained.resting()}
-        self._layout = layout(chunks)
+        self._layout, self._architecture = layout(chunks), architecture(chunks[0])
 
     @property
     def step(self) -> int:
@@ -144,6 +144,7 @@ class MegatronHost(LoopHost):
             "consumed_samples": self.loop.consumed_samples,
             "counters": self.loop.counters,
             "layout": self._layout,
+            "architecture": self._architecture,
             "plain": self.state.plain(),
             "stateful": {name: dict(stateful.state_dict()) for name, stateful in self.stateful.items()},
             "configured": self._configured,

@@ -151,6 +151,24 @@ def unwrapped(module: nn.Module) -> nn.Module:
     return module
 
 
+_ARCHITECTURE = (
+    *("num_attention_heads", "num_query_groups", "kv_channels", "normalization", "layernorm_zero_centered_gamma"),
+    *("layernorm_epsilon", "gated_linear_unit", "activation_func", "moe_router_topk", "moe_router_score_function"),
+    *("moe_router_pre_softmax", "position_embedding_type", "rotary_base", "rotary_interleaved", "rotary_percent"),
+)
+"""Settings that say what a model computes with its tensors, by the names that Megatron has for them."""
+
+
+def architecture(chunk: nn.Module) -> dict[str, Any]:
+    """Returns the settings of the model that its tensors do not show, as plain data: an export compares them."""
+    model: Any = unwrapped(chunk)
+    settings = {}
+    for name in _ARCHITECTURE:
+        value = getattr(model.config, name, getattr(model, name, None))
+        settings[name] = getattr(value, "__name__", value)
+    return {name: value for name, value in settings.items() if isinstance(value, (bool, int, float, str))}
+
+
 def has_unread(model: Any) -> bool:
     """Returns whether the last pipeline stage has an output layer that nothing reads; alike on all ranks.
 

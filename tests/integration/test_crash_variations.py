@@ -132,13 +132,10 @@ def _stopped_and_resumed(name: str, directory: Path, stops: list[int]) -> None:
 @pytest.mark.parametrize("name", VARIATIONS)
 @pytest.mark.quick(
     "adamw",
-    "sgd",
     "adafactor",
-    "listed-experts",
     "accumulate-3",
     "bf16-mixed",
     "bf16-true",
-    "clipping",
     "scaler-with-overflows",
     "epoch-scheduled",
     "manual",

@@ -36,6 +36,7 @@ BASE = Run(
 
 def _killed(run: Run, seed: int, kills: int) -> list[list[dict[str, Any]]]:
     """The run's lives: ``kills`` of them ended by kill -9 at a random moment, the last by itself."""
+    print(f"seed {seed}")
     rng = random.Random(seed)
     for _ in range(kills):
         # Counted in steps: on a busy machine half a second may be over before one is.

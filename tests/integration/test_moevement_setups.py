@@ -50,7 +50,6 @@ FAST = {
     "sgd-listed-clipped-by-value-2": _run(
         LISTED | {"optimizer": "sgd"}, 2, "round_robin", gradient_clip_val=0.01, gradient_clip_algorithm="value"
     ),
-    "adafactor-5": _run({"optimizer": "adafactor"}, 5),
     "foreach-listed-bf16-mixed-5-accumulated": _run(
         LISTED, 5, "round_robin", precision="bf16-mixed", gradient_clip_val=0.1, accumulate_grad_batches=3, epochs=3
     ),
@@ -63,6 +62,7 @@ FAST = {
 SLOW = {
     "forloop-listed-bf16-true-1": _run(LISTED | {"optimizer": "forloop"}, 1, precision="bf16-true"),
     "manual-once": _run(kind="manual-once"),
+    "adafactor-5": _run({"optimizer": "adafactor"}, 5),
     "adafactor-listed-3": _run(LISTED | {"optimizer": "adafactor"}, precision="bf16-mixed", gradient_clip_val=0.1),
     "adafactor-bf16-true-5": _run({"optimizer": "adafactor"}, 5, precision="bf16-true"),
     "validation": _run(validate=True, val_check_interval=3, window=5),

@@ -503,8 +503,9 @@ def test_who_goes_back_by_removing_checkpoints_clears_memory_as_well(where, what
         assert committed(where[0])[-1] == "step_00000011_g1", "storage has it at the next step"
 
 
-@pytest.mark.parametrize("policy", [Dense(), Dense(4), MoC(k=1)], ids=str)
+@pytest.mark.parametrize("policy", [Dense(), Dense(4), MoC(k=1)], ids=["dense", "dense rarely", "moc"])
 @pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.quick("1-dense rarely", "2-dense", "2-moc")
 def test_a_manifest_that_is_lost_while_the_run_lives_is_noticed_at_the_next_step(where, policy, ranks, caplog):
     """Else a lost node costs all that memory had, and no checkpoint is due for a hundred steps."""
 

@@ -69,8 +69,9 @@ def test_memory_that_an_earlier_start_left_is_used_again(where, made):  # noqa: 
         assert_state(second, dict.fromkeys(ALL, 6))
         second.go(4, settle=True)
         assert on_training_thread(made) == []
-        now = second.session.tier.files.path / "arena"
-        assert (now.stat().st_ino, now.stat().st_size) == (inode, nbytes)
+        now = (second.session.tier.files.path / "arena").stat()
+        assert now.st_ino == inode
+        assert nbytes <= now.st_size <= nbytes + 4096, "the step that it came back to may lie beside new ones at first"
     with life(where) as third:
         come_back(third)
         assert_state(third, dict.fromkeys(ALL, 10))

@@ -36,7 +36,7 @@ class Copier:
         else:
             self.taken.append(_taken(gradients))
 
-    def release(self):
+    def release(self, *, dropped=False):
         self.releases += bool(self.held)
         for at, gradients in self.held:
             assert gradients.changed() == ()

@@ -17,7 +17,7 @@ class Unread(GradientConsumer):
     def consume(self, gradients):
         pass
 
-    def release(self):
+    def release(self, *, dropped=False):
         pass
 
 

@@ -550,17 +550,45 @@ def test_no_copy_is_made_and_a_write_is_noticed():
 def test_copies_stay_and_know_what_was_written_to_before_them():
     parameter, optimizer, _, capture = parts()
     seen = []
-    capture._consumer = type("Keeps", (), {"consume": lambda self, g: seen.append(g), "release": lambda self: None})()
+    capture._consumer = type("Keeps", (), {"consume": lambda self, g: seen.append(g)})()
     for written in (False, True):
         parameter.grad = torch.full((4,), 2.0)
         optimizer.step()
         if written:
             parameter.grad.mul_(2)
-        copies = seen[-1].copied()
+        copies = seen[-1].apart_from_training(dropped=False)
         parameter.grad.zero_()
-        assert copies.copied() is copies
+        assert copies.apart_from_training(dropped=False) is copies
         assert copies.gradients[0].tolist() == [4.0 if written else 2.0] * 4
         assert copies.changed() == (("w",) if written else ())
+
+
+@pytest.mark.parametrize("buffered", [False, True], ids=["by itself", "in a buffer"])
+def test_a_gradient_that_its_parameter_only_loses_is_copied_if_it_is_a_part_of_a_buffer(buffered):
+    """DDP with ``gradient_as_bucket_view`` writes to the buffer again, whatever parameters have."""
+    parameter, optimizer, _, capture = parts()
+    taken = []
+
+    class Keeps:
+        def consume(self, gradients):
+            self.gradients = gradients
+
+        def release(self, *, dropped):
+            taken.append((dropped, self.gradients.apart_from_training(dropped=dropped).gradients[0]))
+
+    capture._consumer = Keeps()
+    capture.release_before([optimizer], "zero_grad")
+    for set_to_none in ((), (True,), (False,)):
+        buffer = torch.full((8,), 2.0)
+        parameter.grad = buffer[:4] if buffered else buffer[:4].clone()
+        gradient = parameter.grad
+        optimizer.step()
+        optimizer.zero_grad(*set_to_none)
+        dropped, kept = taken[-1]
+        assert dropped is (set_to_none != (False,))
+        assert (kept is gradient) is (dropped and not buffered)
+        buffer.fill_(7.0)
+        assert kept.tolist() == [2.0] * 4
 
 
 def test_gradients_are_let_go_before_they_are_zeroed():

@@ -16,6 +16,7 @@ from operator import is_
 from typing import Any, Protocol
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
@@ -39,7 +40,7 @@ class ConsumedGradients:
         gradients: One of each of ``units``; views of live memory.
         stay: The update leaves gradients as they are, so that they may be read until ``GradientConsumer.release``. A
             fused optimizer that is given the loss scale writes the unscaled gradients back.
-        apart: They are copies, see ``copied``.
+        apart: Training writes to them no more, see ``apart_from_training``.
     """
 
     update: Update
@@ -65,13 +66,22 @@ class ConsumedGradients:
             *(unit.name for unit, gradient, version in versions if gradient._version != version),
         )
 
-    def copied(self) -> ConsumedGradients:
-        """Returns the gradients in memory of their own on the same device, which is queued there before whatever comes
-        next."""
+    def apart_from_training(self, *, dropped: bool) -> ConsumedGradients:
+        """Returns the gradients in memory that training does not write to.
+
+        Copies are made on the same device, which is queued there before whatever comes next.
+
+        Args:
+            dropped: Parameters are about to get no gradient (``set_to_none``), so that one that shares its memory with
+                nothing else stays as it is. Others may be parts of a buffer, as DDP's are, which is written to again.
+        """
         if self.apart:
             return self
-        copies = [gradient.clone() for gradient in self.gradients]
-        return replace(self, gradients=copies, apart=True, _changed_before=self.changed())
+        gradients = [
+            gradient if dropped and gradient.untyped_storage().nbytes() == gradient.nbytes else gradient.clone()
+            for gradient in self.gradients
+        ]
+        return replace(self, gradients=gradients, apart=True, _changed_before=self.changed())
 
 
 class GradientConsumer(Protocol):
@@ -85,9 +95,13 @@ class GradientConsumer(Protocol):
         """
         ...
 
-    def release(self) -> None:
+    def release(self, *, dropped: bool = False) -> None:
         """Releases gradients, for what was consumed is about to be overwritten or freed: all reading must end, or be
-        queued before that."""
+        queued before that.
+
+        Args:
+            dropped: Parameters only lose their gradients; nothing is written to these.
+        """
         ...
 
 
@@ -231,11 +245,13 @@ class GradientCapture:
 
     def _release_before(self, owner: Any, method: str) -> None:
         theirs, overridden = getattr(owner, method), vars(owner).get(method)
+        by_torch = overridden is None and getattr(type(owner), method) in (Optimizer.zero_grad, nn.Module.zero_grad)
 
         @wraps(theirs)
         def first(*args: Any, **kwargs: Any) -> Any:
+            set_to_none = by_torch and (args[0] if args else kwargs.get("set_to_none", True))
             with self._stopwatch:
-                self._consumer.release()
+                self._consumer.release(dropped=bool(set_to_none))
             return theirs(*args, **kwargs)
 
         def undo() -> None:

@@ -144,12 +144,12 @@ class RunLog(GradientConsumer, GradientRecord):
         self._edits.before_update(number, first=not self._consumed)
         self._consumed.append(gradients)
 
-    def release(self) -> None:
-        """See ``GradientConsumer``. What a step consumed that is not over yet is copied on its device."""
+    def release(self, *, dropped: bool = False) -> None:
+        """See ``GradientConsumer``. What a step consumed that is not over yet is copied on its device, if need be."""
         if self._capture is None:
             return
         if self._consumed:  # zeroed, or followed by another backward pass, in the batch of the update
-            self._consumed = [consumed.copied() for consumed in self._consumed]
+            self._consumed = [consumed.apart_from_training(dropped=dropped) for consumed in self._consumed]
         else:
             self._release()
 

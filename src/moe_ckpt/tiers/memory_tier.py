@@ -254,7 +254,8 @@ class MemoryTier:
             entry = self._entries.get(number)  # none once the session has ended
             if entry is not None:
                 entry.state, entry.freshness = state, freshness
-                self._release_unneeded()
+                if entry.complete is not None:  # the others have given it up meanwhile
+                    self._release_unneeded()
 
     def reports(self) -> tuple[int, ...]:
         """Numbers for the other ranks: of each snapshot that is not settled its state and what its checksums show
@@ -297,16 +298,22 @@ class MemoryTier:
                     "memory does not hold the checkpoint of step %d: %s", self.complete_step, MemoryGoneError(gone)
                 )
                 self.forget_gone()
-            self._release_unneeded()
+            if settled:
+                self._release_unneeded()
+        if newest:
+            self.left_slots.remove()
+        if self.replicator is not None and settled:
+            self._release_copies(self.replicator)
+        return sorted(settled)
+
+    def _release_copies(self, replicator: Replicator) -> None:
+        """Releases the copies of peers' snapshots that no recovery needs any more."""
+        with self._lock:
             entries = self._entries.values()
             retained = {*self._needed(), *self._open, *range(self._next, self._next + _AHEAD)}
             spare = set(with_newest_experts(entries)) - retained
             over = _over(entries)
-        if newest:
-            self.left_slots.remove()
-        if self.replicator is not None and settled:
-            self.replicator.store.release_except(retained | spare, spare, over)
-        return sorted(settled)
+        replicator.store.release_except(retained | spare, spare, over)
 
     def _note_newest(self) -> list[_Entry]:
         """Returns the snapshots of the newest checkpoint of this life that the ranks hold."""

@@ -112,7 +112,8 @@ def _timed(loop: Loop, steps: int, after: Any) -> dict[str, Any]:
 def main(argv: list[str] | None = None) -> int:
     options = _parser().parse_args(argv)
     torch.set_num_threads(1)
-    loop, turns = Loop(options.layers, options.experts), {name: [] for name in options.only}
+    loop = Loop(options.layers, options.experts)
+    turns: dict[str, list[dict[str, Any]]] = {name: [] for name in options.only}
     turn(loop, None, Path(), options.steps)
     for number in range(options.rounds):
         for name in options.only:

@@ -72,7 +72,7 @@ class _Last:
     def consume(self, gradients: ConsumedGradients) -> None:
         self.gradients = gradients
 
-    def release(self) -> None:
+    def release(self, *, dropped: bool = False) -> None:
         """Nothing is read later."""
 
 

@@ -49,19 +49,10 @@ class Loop:
         from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
         torch.manual_seed(0)
-        config = Qwen3MoeConfig(
-            vocab_size=256,
-            hidden_size=32,
-            intermediate_size=64,
-            moe_intermediate_size=32,
-            num_hidden_layers=layers,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            head_dim=8,
-            num_experts=experts,
-            num_experts_per_tok=2,
-            attn_implementation="eager",
-        )
+        sizes: dict[str, Any] = {"hidden_size": 32, "head_dim": 8, "num_attention_heads": 4, "num_key_value_heads": 2}
+        sizes |= {"intermediate_size": 64, "moe_intermediate_size": 32, "num_experts_per_tok": 2, "vocab_size": 256}
+        sizes |= {"num_hidden_layers": layers, "num_experts": experts, "attn_implementation": "eager"}
+        config = Qwen3MoeConfig(**sizes)
         self.model = Qwen3MoeForCausalLM(config)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
         self._batch = torch.randint(256, (2, 16))

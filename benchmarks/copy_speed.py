@@ -38,9 +38,9 @@ from moe_ckpt.core.step import Contents
 from moe_ckpt.format.shard import seal_of
 from moe_ckpt.modeling.training_state import specs_of
 from moe_ckpt.ports import StateTensor
+from moe_ckpt.slices.checksums import checksums_of
 from moe_ckpt.slices.compiling import CompiledPlan, PlanCompiler
 from moe_ckpt.slices.copying import Move, carry_out
-from moe_ckpt.slices.writing import checksums_of
 from moe_ckpt.storage.local import LocalStorage
 
 _GRIDS = ((6, 8), (12, 16), (24, 64), (48, 128))

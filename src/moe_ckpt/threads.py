@@ -18,6 +18,7 @@ class ThreadName(Enum):
 
     AGREE = "moe_ckpt-agree"
     CHECK = "moe_ckpt-check"
+    CHECKSUM = "moe_ckpt-checksum"
     COPY = "moe_ckpt-copy"
     HEADERS = "moe_ckpt-headers"
     LEASE = "moe_ckpt-lease"

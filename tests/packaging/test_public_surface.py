@@ -63,8 +63,8 @@ ERRORS = (
 )
 
 OPTIONS = (
-    "access budget_fraction dirpath host_memory_bytes memory on_read_error policy profile resume retention save_last "
-    "state_from timeout_secs weights_from when_busy"
+    "access budget_fraction checksum_threads dirpath host_memory_bytes memory on_read_error policy profile resume "
+    "retention save_last state_from timeout_secs weights_from when_busy"
 )
 """Of ``MoECheckpoint`` and ``megatron.attach``."""
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import threading
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.overrides import TorchFunctionMode
 
 from moe_ckpt.format.dtypes import TORCH_DTYPES, dtype_name
 from moe_ckpt.format.shard import SliceEntry, lay_out
@@ -347,3 +349,67 @@ def test_an_error_of_the_thread_surfaces_at_every_wait_and_the_next_copy_works()
         assert torch.equal(memory.view(torch.float32), source)
     finally:
         breaking.close()
+
+
+def test_the_first_piece_is_there_before_the_rest_is_copied():
+    pieces = [piece(f"model/{at}", torch.full((2000,), float(at))) for at in range(8)]
+    program, halted, goes_on = program_of(pieces), threading.Event(), threading.Event()
+    memory = torch.zeros(program.nbytes, dtype=torch.uint8)
+
+    def halt(phase: str) -> None:
+        halted.set()
+        goes_on.wait(30.0)
+
+    copier = Copier(halt)
+    try:
+        with mock.patch.object(copying, "_GATHERED", 2000):
+            copy = copier.start([(program, memory)])
+            assert halted.wait(30.0)
+        assert not copy.done
+        copy.wait_for(0, 4 * 8000)
+        assert memory.view(torch.float32)[:8000].view(4, 2000)[:, 0].tolist() == [0.0, 1.0, 2.0, 3.0]
+        assert not memory[4 * 8000 :].any()
+        with ThreadPoolExecutor(1) as waiting:
+            rest = waiting.submit(copy.wait_for, 0, program.nbytes)
+            with pytest.raises(TimeoutError):
+                rest.result(0.1)
+            goes_on.set()
+            rest.result(30.0)
+        assert memory.view(torch.float32)[-1] == 7.0
+    finally:
+        goes_on.set()
+        copier.close()
+
+
+def test_whoever_waits_for_a_piece_gets_the_error_of_the_copy():
+    def broken(phase: str) -> None:
+        raise OSError("broken on purpose")
+
+    program = program_of([piece(f"model/{at}", torch.ones(20000)) for at in range(2)])
+    copier = Copier(broken)
+    try:
+        copy = copier.start([(program, torch.zeros(program.nbytes, dtype=torch.uint8))])
+        with pytest.raises(OSError, match="on purpose"):
+            copy.wait_for(0, program.nbytes)
+    finally:
+        copier.close()
+
+
+def test_pieces_leave_a_device_by_events_of_their_own():
+    with ActedGPU() as gpu:
+        pieces = [piece(f"model/{at}", gpu.take(torch.full((40000,), float(at)))) for at in range(4)]
+        program = program_of(pieces)
+        memory = torch.empty(program.nbytes, dtype=torch.uint8, pin_memory=True)
+        copier = Copier()
+        copier._pool.submit(TorchFunctionMode.__enter__, gpu).result()  # the copying thread sees the device, too
+        try:
+            copy = copier.start([(program, memory)])
+            copy.join()
+            copy.wait_for(0, 160000)
+            there = memory.view(torch.float32).view(4, 40000)
+            assert there[0].eq(0.0).all()
+            assert (memory[-160000:] == RUBBISH).all(), "nobody has waited for the rest"
+            copy.wait_for(0, program.nbytes)
+            assert there[3].eq(3.0).all()
+        finally:
+            copier.close()

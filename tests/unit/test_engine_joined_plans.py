@@ -25,11 +25,11 @@ from moe_ckpt.modeling.training_state import specs_of
 from moe_ckpt.ports import StateTensor
 from moe_ckpt.slices import local_state
 from moe_ckpt.slices.assignment import Sharder
+from moe_ckpt.slices.checksums import checksums_of
 from moe_ckpt.slices.compiling import HOST_ONLY, CompiledPart, CompiledPlan, PlanCompiler
 from moe_ckpt.slices.copying import carry_out, target
 from moe_ckpt.slices.cuts import Cuts, Shelf, SliceSource, sorted_rows
 from moe_ckpt.slices.local_state import LocalState
-from moe_ckpt.slices.writing import checksums_of
 from tests.support.replicas import with_checksums
 from tests.unit.builders import catalog, pieces_of
 

@@ -127,6 +127,7 @@ def test_paths():
         ({"retention": 3}, r"retention=3: .*RetentionPolicy\(keep_last=3\)"),
         ({"save_last": 1}, "save_last=1"),
         ({"resume": True}, "resume=True: choose from 'auto', 'extend', 'never'"),
+        ({"checksum_threads": 0}, "checksum_threads=0: must be a whole number greater than 0"),
         ({"when_busy": None}, "when_busy=None: choose from 'skip', 'wait'"),
         ({"budget_fraction": 0}, "budget_fraction=0: must be a number above 0 and at most 1"),
         ({"budget_fraction": 1.01}, "budget_fraction=1.01"),

@@ -27,6 +27,7 @@ from moe_ckpt.format.manifest import group_path
 from moe_ckpt.ledger.coverage import prove_cover
 from moe_ckpt.ports import Communicator
 from moe_ckpt.run.context import RunContext
+from moe_ckpt.slices.checksums import Checker
 from moe_ckpt.slices.snapshot import Snapshot
 from moe_ckpt.slices.writing import (
     Acknowledgement,
@@ -206,6 +207,7 @@ class Stages:
         run: The session's.
         memory: Where snapshots are sealed first; None where memory is the process's own.
         resolver: Brings snapshots to their end on storage.
+        checker: Takes checksums; closed with the threads.
 
     Attributes:
         persister: The persist thread.
@@ -216,11 +218,13 @@ class Stages:
         run: RunContext,
         memory: MemoryTier | None,
         resolver: SnapshotResolver,
+        checker: Checker,
     ) -> None:
+        self._checker = checker
         self.persister = self._first = SnapshotThread(ThreadName.PERSIST, resolver.resolve, resolver.looks_gone)
         self._memory = memory
         if memory is not None:
-            sealer = MemorySealer(run, memory, self.persister.submit)
+            sealer = MemorySealer(run, memory, self.persister.submit, checker)
             self._first = SnapshotThread(ThreadName.SEAL, sealer.resolve)
 
     @property
@@ -272,7 +276,9 @@ class Stages:
         until = time.monotonic() + timeout_secs
         if self._first is not self.persister:
             self._first.close(timeout_secs)
-        return self.persister.close(max(0.0, until - time.monotonic()), afterwards)
+        ended = self.persister.close(max(0.0, until - time.monotonic()), afterwards)
+        self._checker.close()
+        return ended
 
 
 def announced(fate: Fate, comm: Communicator) -> Fate:
@@ -321,6 +327,7 @@ class SnapshotResolver:
         run: The session's.
         committer: On rank 0; None elsewhere.
         tier: Takes each snapshot's buffer when its outcome is known.
+        checker: Takes checksums.
     """
 
     def __init__(
@@ -328,8 +335,9 @@ class SnapshotResolver:
         run: RunContext,
         committer: Committer | None,
         tier: BufferTier,
+        checker: Checker,
     ) -> None:
-        self._storage = run.storage
+        self._storage, self._checker = run.storage, checker
         self._comm = run.comm
         self._committer = committer
         self._tier = tier
@@ -402,7 +410,7 @@ class SnapshotResolver:
     def _write(self, snapshot: Snapshot) -> Acknowledgement:
         try:
             if snapshot.sealed is None:
-                seal_snapshot(snapshot, self._comm.rank, self._comm.world_size)
+                seal_snapshot(snapshot, self._comm.rank, self._comm.world_size, self._checker)
                 snapshot.freshness = self._watch.seen(snapshot)
             records, state = write_share(self._storage, snapshot, self._comm.rank)
             if not snapshot.not_finite():

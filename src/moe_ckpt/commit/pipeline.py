@@ -28,6 +28,7 @@ from moe_ckpt.core.tokens import Counts
 from moe_ckpt.ports import StateTensor, StepGradients, TensorSpec
 from moe_ckpt.run.context import RunContext
 from moe_ckpt.slices.assignment import ComputeTypes
+from moe_ckpt.slices.checksums import Checker, checking_threads
 from moe_ckpt.slices.compiling import CompiledPart, PlanCompiler
 from moe_ckpt.slices.copying import Copier, Copy
 from moe_ckpt.slices.mirroring import MirroredShares
@@ -78,8 +79,9 @@ class Pipeline:
         stages: Stages | None = None
         require = None if self.memory is None else requires_room(self.memory.files.path, run.settings.local_ranks)
         try:
-            resolver = SnapshotResolver(run, committer, self.tier)
-            self.stages = stages = Stages(run, self.memory, resolver)
+            checker = Checker(run.settings.checksum_threads or checking_threads(run.settings.local_ranks))
+            resolver = SnapshotResolver(run, committer, self.tier, checker)
+            self.stages = stages = Stages(run, self.memory, resolver, checker)
             self.room = Room(run, self._pool, self.tier, stages, require=require)
         except BaseException:  # no thread to be had, for instance
             if stages is not None:

@@ -15,7 +15,8 @@ import numpy.typing as npt
 from moe_ckpt.format.sealed import Fragment
 from moe_ckpt.format.shard import GRADIENT, REPLAY, SliceEntry
 
-_CHUNK_NBYTES = 1 << 20
+_CHUNK_NBYTES, _SUMMED_NBYTES = 1 << 20, 4 << 20
+"""Looked at by one call: what it makes of them stays in the cache, or, of sums, what was read before them."""
 _SUMMED: Mapping[str, npt.DTypeLike] = {"F64": np.float64, "F32": np.float32, "C64": np.float32}
 _BITS: Mapping[str, tuple[npt.DTypeLike, int, int]] = {
     "F16": (np.uint16, 0x7FFF, 0x7C00),
@@ -48,7 +49,7 @@ def all_finite(data: memoryview, dtype: str) -> bool:
 
 def _are_finite(values: npt.NDArray[np.floating]) -> bool:
     """A sum of finite numbers may overflow, but none with NaN or infinity is finite; to add takes half the time."""
-    chunk = _CHUNK_NBYTES // values.itemsize
+    chunk = _SUMMED_NBYTES // values.itemsize
     with np.errstate(all="ignore"):
         for at in range(0, len(values), chunk):
             piece = values[at : at + chunk]

@@ -33,6 +33,7 @@ class OptionValues(TypedDict, total=False):
     budget_fraction: float
     memory: Memory | None
     when_busy: str
+    checksum_threads: int | None
     timeout_secs: float | str
     profile: str | os.PathLike[str] | None
     weights_from: str | os.PathLike[str] | None
@@ -53,6 +54,7 @@ class Settings:
         budget_fraction: Portion of the time between checkpoints that saving may take, above 0 and at most 1, for
             policies that compute what fits (MoEtion, MoEvement, GradientLog).
         when_busy: "skip" drops a checkpoint for which no buffer is free; "wait" stalls training until one is.
+        checksum_threads: Threads of this rank that take checksums beside training; None: one for four of its cores.
         max_in_flight: Snapshots copied or being written at the same time.
         timeout_secs: Longest wait for a peer, or for the last writes at the end of training; a number, or text such as
             "10min".
@@ -68,6 +70,7 @@ class Settings:
     host_memory_bytes: int | None = None
     budget_fraction: float = 1.0
     when_busy: str = "skip"
+    checksum_threads: int | None = None
     max_in_flight: int = 2
     timeout_secs: float = 600.0
     pinned: bool = False
@@ -86,7 +89,8 @@ class Settings:
             self._set("host_memory_bytes", parse_bytes(self.host_memory_bytes, "host_memory_bytes"))
         self._set("timeout_secs", parse_secs(self.timeout_secs, "timeout_secs", _LONGEST_WAIT_SECS))
         require_fraction("budget_fraction", self.budget_fraction)
-        for name in ("max_in_flight", "local_ranks"):
+        optional = () if self.checksum_threads is None else ("checksum_threads",)
+        for name in ("max_in_flight", "local_ranks", *optional):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int) or value < 1:
                 raise ConfigError(f"{name}={value!r}: must be a whole number greater than 0")

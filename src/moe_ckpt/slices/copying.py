@@ -270,10 +270,45 @@ def _watch(programs: Sequence[CopyProgram]) -> Changed:
 
 _Issued = tuple[torch.cuda.Event | None, tuple[str, ...], float]
 """(event at the end of the copies on a device, what was seen to change, when the host was through)."""
+_Position = tuple[int, int]
+"""(number of a job, byte of its memory): what lies before it in the order of the copies."""
+_PIECE_NBYTES = 64 << 20
+"""After so many bytes it is noted how far a copy has come: checksums are taken of them beside the rest of it."""
+
+
+class _Arrivals:
+    """How far a copy has come. Safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self._pieces: list[tuple[_Position, torch.cuda.Event | None]] = []
+        self._has_ended = False
+        self._changed = threading.Condition()
+
+    def add(self, position: _Position, event: torch.cuda.Event | None) -> None:
+        """Everything before a position is copied, on a device by the time of ``event``."""
+        with self._changed:
+            self._pieces.append((position, event))
+            self._changed.notify_all()
+
+    def end(self) -> None:
+        """Nothing more comes."""
+        with self._changed:
+            self._has_ended = True
+            self._changed.notify_all()
+
+    def wait_for(self, position: _Position) -> bool:
+        """Waits until everything before a position is in host memory; False if the copy has ended without it."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._has_ended or (self._pieces and self._pieces[-1][0] >= position))
+            events = [event for reached, event in self._pieces if reached >= position][:1]
+        for event in events:
+            if event is not None:
+                event.synchronize()
+        return bool(events)
 
 
 class Copy:
-    """A copy under way. ``join`` on the training thread; ``wait_on_host`` on the persist thread.
+    """A copy under way. ``join`` on the training thread; ``wait_on_host`` and ``wait_for`` on others.
 
     changed: keys of tensors that something changed before the copy was done: the snapshot is torn. Known
     once ``join`` or ``wait_on_host`` has returned.
@@ -281,8 +316,10 @@ class Copy:
     moving_secs: of those, less what a gate held it back. Known likewise.
     """
 
-    def __init__(self, issued: Future[_Issued], changed: Changed, transfer: GatedTransfer | None) -> None:
-        self._issued = issued
+    def __init__(
+        self, issued: Future[_Issued], changed: Changed, transfer: GatedTransfer | None, arrivals: _Arrivals
+    ) -> None:
+        self._issued, self._arrivals = issued, arrivals
         self._changed = changed
         self._transfer = transfer
         self._joined = threading.Event()
@@ -306,6 +343,12 @@ class Copy:
             self.changed = self._changed()
             torch.cuda.current_stream().wait_event(event)
         self._joined.set()
+
+    def wait_for(self, job: int, end: int) -> None:
+        """Return when the first bytes of a job's memory, up to ``end``, are there. Raises what the copying thread
+        raised."""
+        if not self._arrivals.wait_for((job, end)):
+            self._issued.result()
 
     def wait_on_host(self) -> None:
         """Return when the bytes are in host memory and ``changed`` is known."""
@@ -349,7 +392,9 @@ class Copier:
             ready.record(torch.cuda.current_stream())
         changed = _watch([program for program, _ in jobs])
         transfer = None if self._gate is None else self._gate.copy(sum(program.nbytes for program, _ in jobs))
-        return Copy(self._pool.submit(self._run, jobs, ready, changed, transfer), changed, transfer)
+        arrivals = _Arrivals()
+        issued = self._pool.submit(self._run, jobs, ready, changed, transfer, arrivals)
+        return Copy(issued, changed, transfer, arrivals)
 
     def _run(
         self,
@@ -357,18 +402,22 @@ class Copier:
         ready: torch.cuda.Event | None,
         changed: Changed,
         transfer: GatedTransfer | None,
+        arrivals: _Arrivals,
     ) -> _Issued:
-        moves = [(step, memory) for program, memory in jobs for step in program.steps]
-        half = len(moves) // 2
+        done: torch.cuda.Event | None = None
         try:
-            self._copy(moves[:half], ready, transfer)
-            if self._on_phase is not None:
-                self._on_phase("copy")
-            done = self._copy(moves[half:], ready, transfer)
+            pieces = list(_pieces(jobs))
+            for at, (moves, position) in enumerate(pieces):
+                if at == len(pieces) // 2 and self._on_phase is not None:
+                    self._on_phase("copy")
+                done = self._copy(moves, ready, transfer)
+                arrivals.add(position, done)
         except BaseException:
             if self._stream is not None:
                 self._stream.synchronize()  # the snapshot fails, and its buffer is lent again
             raise
+        finally:
+            arrivals.end()
         return done, () if done is not None else changed(), time.perf_counter()
 
     def _copy(
@@ -381,7 +430,7 @@ class Copier:
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(ready)
             carry_out(admitted)
-            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             done.record(self._stream)
         return done
 
@@ -397,6 +446,21 @@ class Copier:
     def close(self) -> None:
         """End the thread after the copy in hand. Never blocks for longer than that copy takes."""
         self._pool.shutdown(wait=threading.current_thread() is threading.main_thread())
+
+
+def _pieces(jobs: Sequence[Job]) -> Iterator[tuple[list[Move], _Position]]:
+    """Yields what is copied, in order and in two pieces or more, each with the position that is reached with it."""
+    most = min(_PIECE_NBYTES, max(1, sum(program.nbytes for program, _ in jobs) // 2))
+    piece, nbytes = list[Move](), 0
+    for number, (program, memory) in enumerate(jobs):
+        for step in program.steps:
+            for chunk in step.chunks(_PIECE_NBYTES):
+                piece.append((chunk, memory))
+                nbytes += chunk.size
+                if nbytes >= most:
+                    yield piece, (number, chunk.end)
+                    piece, nbytes = [], 0
+    yield piece, (len(jobs), 0)
 
 
 @torch.no_grad()

@@ -8,32 +8,27 @@ from __future__ import annotations
 import errno
 import json
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import starmap
-from struct import iter_unpack
+from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
-import xxhash
 
 from moe_ckpt.errors import StoreUnwritableError, torn_snapshot
 from moe_ckpt.format import FORMAT_VERSION
-from moe_ckpt.format.finite import all_finite, first_not_finite, judged_in
+from moe_ckpt.format.finite import judged_in
 from moe_ckpt.format.manifest import GROUPS, FileRecord, StateRecord, file_row, shard_path, state_path, state_row
 from moe_ckpt.format.sealed import digest, seal
-from moe_ckpt.format.shard import Checksums, seal_of
+from moe_ckpt.format.shard import seal_of
 from moe_ckpt.ledger.coverage import PRIME, Box
 from moe_ckpt.ledger.freshness import FRESH, STALE, UNKNOWN, LastChecksums, of_all
-from moe_ckpt.slices.compiling import GRADIENTS, CompiledPart
-from moe_ckpt.slices.cuts import Numbers
-from moe_ckpt.slices.snapshot import SealedPart, Snapshot
+from moe_ckpt.slices.checksums import Checker, CopiedPart
+from moe_ckpt.slices.compiling import GRADIENTS
+from moe_ckpt.slices.snapshot import SealedPart, Snapshot, placed
 from moe_ckpt.storage.base import Chunk, Storage
 
 _COVER_NBYTES = 16
-_SMALL_NBYTES, _MANY = 512, 32
-"""See ``_stretches``."""
 
 
 @dataclass(frozen=True)
@@ -123,25 +118,25 @@ def names_in(lines: bytes) -> frozenset[str]:
     return frozenset(lines.decode().split())
 
 
-def seal_snapshot(snapshot: Snapshot, rank: int, world_size: int) -> None:
-    """Waits for the copy, takes the checksums of all slices, and looks whether their values are finite.
+def seal_snapshot(snapshot: Snapshot, rank: int, world_size: int, checker: Checker) -> None:
+    """Takes the checksums of all slices, and looks whether their values are finite, beside the copy and after it.
 
     Raises:
         StoreError: Tensors changed while they were being copied.
     """
+    every = {part: (at, memory) for at, (part, memory) in enumerate(placed(snapshot.plan, snapshot.buffers))}
+    parts = *snapshot.plan.share_parts, *snapshot.plan.pieces
+    copied = [CopiedPart(part, every[part][1], partial(snapshot.copy.wait_for, every[part][0])) for _, part in parts]
+    checked = checker.check(copied, judged_in(snapshot.state))
     snapshot.copy.wait_on_host()
     if snapshot.copy.changed:
         raise torn_snapshot(snapshot.step, snapshot.copy.changed)
-    judged, run_id = judged_in(snapshot.state), snapshot.identity.run
-    step, generation = snapshot.step, snapshot.identity.generation
-    sealed = []
-    for begin, part in (*snapshot.plan.share_parts, *snapshot.plan.pieces):
-        memory = snapshot.bytes_of(part)
-        checksums = checksums_of(part, memory)
-        header = part.head(run_id, rank, step), seal_of(step, generation, checksums)
-        sealed.append(SealedPart(begin, part, checksums, header, not_finite_in(part, memory, judged)))
+    step, generation, run_id = snapshot.step, snapshot.identity.generation, snapshot.identity.run
     snapshot.state_file = state_file(snapshot.state, step, generation, run_id, rank, world_size)
-    snapshot.sealed = tuple(sealed)
+    snapshot.sealed = tuple(
+        SealedPart(begin, part, checksums, (part.head(run_id, rank, step), seal_of(step, generation, checksums)), first)
+        for (begin, part), (checksums, first) in zip(parts, checked, strict=True)
+    )
 
 
 def state_file(state: Any, step: int, generation: int, run_id: str, rank: int, world_size: int) -> bytes:
@@ -175,57 +170,6 @@ def write_share(storage: Storage, snapshot: Snapshot, rank: int) -> tuple[tuple[
     path = state_path(snapshot.directory, rank)
     write_named(storage, path, [snapshot.state_file])
     return tuple(files), StateRecord(path, len(snapshot.state_file), digest(snapshot.state_file), rank)
-
-
-def checksums_of(part: CompiledPart, memory: torch.Tensor) -> Checksums:
-    """XXH3-64 of each of the part's slices, whose bytes lie in ``memory`` (uint8, host)."""
-    data, ends = memory.numpy().data, part.ends
-    digests = bytearray()
-    for first, stop, nbytes in _stretches(ends):
-        begin = int(ends[first - 1]) if first else 0
-        if nbytes:
-            pieces = iter_unpack(f"{nbytes}s", data[begin : int(ends[stop - 1])])
-            digests += b"".join(starmap(xxhash.xxh3_64_digest, pieces))
-        else:
-            bounds = ends[first:stop].tolist()
-            views = map(data.__getitem__, map(slice, [begin, *bounds], bounds))
-            digests += b"".join(map(xxhash.xxh3_64_digest, views))
-    return np.frombuffer(digests, dtype=">u8").astype(np.uint64)
-
-
-def not_finite_in(part: CompiledPart, memory: torch.Tensor, judged: Callable[[str], bool]) -> str:
-    """Key of the first of the part's slices with NaN or infinity; empty if there is none.
-
-    Args:
-        memory: As for ``checksums_of``.
-        judged: Says of a key whether the slice counts (``format.finite.judged_in``).
-    """
-    data, ends = memory.numpy().data, part.ends
-    for dtype, first, stop in part.stretches:
-        begin, end = (int(ends[at - 1]) if at else 0 for at in (first, stop))
-        if not all_finite(data[begin:end], dtype):
-            entries = map(part.slices.entries.__getitem__, part.slices.numbers[first:stop].tolist())
-            key = first_not_finite(list(entries), data, ends[first:stop].tolist(), judged)
-            if key:
-                return key
-    return ""
-
-
-def _stretches(ends: Numbers) -> Iterator[tuple[int, int, int]]:
-    """(first slice, the one behind the last, size of each) of stretches of many small slices of one size, and with 0
-    for the size what lies between. To take a small piece of memory as bytes is quicker than to take a view of it."""
-    sizes = np.diff(ends, prepend=0)
-    bounds = np.concatenate([[0], np.flatnonzero(sizes[1:] != sizes[:-1]) + 1, [len(sizes)]])
-    done = 0
-    for at in np.flatnonzero(np.diff(bounds) >= _MANY).tolist():
-        first, stop = bounds[at : at + 2].tolist()
-        if 0 < sizes[first] <= _SMALL_NBYTES:
-            if done < first:
-                yield done, first, 0
-            yield first, stop, int(sizes[first])
-            done = stop
-    if done < len(sizes):
-        yield done, len(sizes), 0
 
 
 def write_named(storage: Storage, path: str, chunks: Sequence[Chunk]) -> int:

@@ -23,11 +23,12 @@ from moe_ckpt.ledger.freshness import UNKNOWN
 from moe_ckpt.memory.files import MemoryFiles
 from moe_ckpt.memory.slot import Slot
 from moe_ckpt.run.agreement import Deferred, StepTokens
+from moe_ckpt.slices.checksums import checksums_of
 from moe_ckpt.slices.compiling import CompiledPart
 from moe_ckpt.slices.copying import target
 from moe_ckpt.slices.cuts import no_cuts
 from moe_ckpt.slices.snapshot import Plain
-from moe_ckpt.slices.writing import checksums_of, state_file
+from moe_ckpt.slices.writing import state_file
 from moe_ckpt.threads import TaskThread, ThreadName
 
 log = logging.getLogger("moe_ckpt")

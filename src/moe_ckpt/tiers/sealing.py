@@ -18,6 +18,7 @@ from moe_ckpt.format.slot import GRADIENTS, TENSORS, SlotHeader, SlotPart, encod
 from moe_ckpt.memory.slot import Slot
 from moe_ckpt.policies.base import needs_of
 from moe_ckpt.run.context import RunContext
+from moe_ckpt.slices.checksums import Checker
 from moe_ckpt.slices.claims import SavedOperators
 from moe_ckpt.slices.compiling import HOST_ONLY
 from moe_ckpt.slices.snapshot import SealedPart, Snapshot
@@ -34,12 +35,15 @@ class MemorySealer:
         run: The session's.
         tier: Keeps the slots.
         to_storage: Takes each snapshot that also goes to storage, or that is made from one for storage, in order.
+        checker: Takes checksums.
     """
 
-    def __init__(self, run: RunContext, tier: MemoryTier, to_storage: Callable[[Snapshot], None]) -> None:
+    def __init__(
+        self, run: RunContext, tier: MemoryTier, to_storage: Callable[[Snapshot], None], checker: Checker
+    ) -> None:
         self._comm = run.comm
         self._tier = tier
-        self._to_storage = to_storage
+        self._to_storage, self._checker = to_storage, checker
         self._headers = SlotHeaders(run)
         self._watch = FreshnessWatch()
         self._said: set[str] = set()
@@ -51,7 +55,7 @@ class MemorySealer:
         try:
             if trouble is None:
                 writer = snapshot.contents.writer(self._comm.rank)
-                seal_snapshot(snapshot, writer, self._comm.world_size)
+                seal_snapshot(snapshot, writer, self._comm.world_size, self._checker)
                 snapshot.freshness = self._watch.seen(snapshot)
                 trouble = self._spoiled(snapshot)
                 header = [] if trouble else self._seal_somehow(snapshot)

@@ -53,7 +53,7 @@ def _rank(rank: int, scratch: str, calls: int) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", init_method=f"file://{scratch}/store", rank=rank, world_size=2)
     agreement = StepAgreement(GlooCommunicator(60.0))
-    found = {}
+    results = {}
     for layers, experts in _GRIDS:
         counts = np.ones((layers, experts), dtype=np.int64)
         times = []
@@ -63,9 +63,9 @@ def _rank(rank: int, scratch: str, calls: int) -> None:
             agreement.send(0, tokens, StepConsensus(measured=Measured(0.1, 0.1, 0.1)))
             agreement.receive()
             times.append(time.perf_counter() - began)
-        found[f"{layers} x {experts}"] = median(times[5:])
+        results[f"{layers} x {experts}"] = median(times[5:])
     if rank == 0:
-        Path(scratch, "result.json").write_text(json.dumps(found))
+        Path(scratch, "result.json").write_text(json.dumps(results))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -75,11 +75,11 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=9, help=f"times {_CALLS} agreements (default: %(default)s)")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--case", help=argparse.SUPPRESS)
-    given = parser.parse_args(argv)
-    if given.rank is not None:
-        _rank(given.rank, *json.loads(given.case))
+    options = parser.parse_args(argv)
+    if options.rank is not None:
+        _rank(options.rank, *json.loads(options.case))
         return
-    for grid, secs in agreement_secs(given.repeats).items():
+    for grid, secs in agreement_secs(options.repeats).items():
         print(f"{grid}: {secs * 1e3:.3f} ms")
 
 

@@ -90,8 +90,8 @@ def _rank(rank: int, scratch: str, ranks: int, delay_secs: float, iteration_secs
         dist.all_reduce(torch.from_numpy(numbers), dist.ReduceOp.MAX)
         waited.append(time.perf_counter() - began + 2 * 2 * (ranks - 1) * delay_secs)
     if rank == 0:
-        found = {"late": median(late[2:]), "waited for": median(waited[2:])}
-        Path(scratch, "result.json").write_text(json.dumps(found))
+        results = {"late": median(late[2:]), "waited for": median(waited[2:])}
+        Path(scratch, "result.json").write_text(json.dumps(results))
     dist.barrier()
     comm.close()
     dist.destroy_process_group()
@@ -115,18 +115,18 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, default=None, help="keep what was measured in this file")
     parser.add_argument("--rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--case", help=argparse.SUPPRESS)
-    given = parser.parse_args(argv)
-    if given.rank is not None:
-        _rank(given.rank, *json.loads(given.case))
+    options = parser.parse_args(argv)
+    if options.rank is not None:
+        _rank(options.rank, *json.loads(options.case))
         return
-    head = {"machine": machine(), "iteration_ms": given.iteration_ms, "steps": given.steps}
+    head = {"machine": machine(), "iteration_ms": options.iteration_ms, "steps": options.steps}
     rows: list[dict[str, float]] = []
     console = Console()
-    for ranks in map(int, given.ranks.split(",")):
-        for delay_ms in map(float, given.delay_ms.split(",")):
+    for ranks in map(int, options.ranks.split(",")):
+        for delay_ms in map(float, options.delay_ms.split(",")):
             with console.status(f"{ranks} ranks, {delay_ms:g} ms added"):
-                found = measure(ranks, delay_ms / 1e3, given.iteration_ms / 1e3, given.steps)
-            late_ms, waited_ms = (round(found[name] * 1e3, 2) for name in ("late", "waited for"))
+                result = measure(ranks, delay_ms / 1e3, options.iteration_ms / 1e3, options.steps)
+            late_ms, waited_ms = (round(result[name] * 1e3, 2) for name in ("late", "waited for"))
             rows.append(
                 {
                     "ranks": ranks,
@@ -136,9 +136,9 @@ def main(argv: list[str] | None = None) -> None:
                     "waited_ms": waited_ms,
                 }
             )
-            if given.json:
-                write_json(given.json, {**head, "rows": rows})
-    table = Table(title=f"ms that rank 0 waits at a step; iteration {given.iteration_ms:g} ms", title_justify="left")
+            if options.json:
+                write_json(options.json, {**head, "rows": rows})
+    table = Table(title=f"ms that rank 0 waits at a step; iteration {options.iteration_ms:g} ms", title_justify="left")
     for column in ("ranks", "added per message", "moe_ckpt", "two all-reduces waited for"):
         table.add_column(column, justify="right")
     for row in rows:

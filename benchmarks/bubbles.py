@@ -47,83 +47,83 @@ def measure(scratch: Path, args: argparse.Namespace, act_secs: float) -> Blocks:
     order: dict[str, Any] = {name: getattr(args, name) for name in SIZES}
     order |= {"stages": STAGES, "act_secs": act_secs}
     _, ranks = gathered("benchmarks.bubbles_rank", order, STAGES, scratch, _TIMEOUT_SECS)
-    found: Blocks = {way: [] for way in WAYS}
+    results: Blocks = {way: [] for way in WAYS}
     for number in range(args.rounds):
         for way in WAYS:
             alike = zip(*(rank[number] for rank in ranks), strict=True)
-            found[way].append([list(each) for each in alike if each[0]["way"] == way])
-    return found
+            results[way].append([list(item) for item in alike if item[0]["way"] == way])
+    return results
 
 
 def wall(ranks: Sequence[Iteration]) -> float:
     """Of an iteration, seconds of the slowest rank: each waits for it."""
-    return float(max(each["wall"] for each in ranks))
+    return float(max(rank["wall"] for rank in ranks))
 
 
 def stall(ranks: Sequence[Iteration]) -> float:
     """Of the rank that waits most."""
-    return float(max(each["stall"] for each in ranks))
+    return float(max(rank["stall"] for rank in ranks))
 
 
 def cpu(ranks: Sequence[Iteration]) -> float:
     """Seconds of all processes."""
-    return float(sum(each["cpu"] for each in ranks))
+    return float(sum(rank["cpu"] for rank in ranks))
 
 
 def share(iterations: Sequence[Sequence[Iteration]], what: str, rank: int | None = None) -> float:
     """Portion of the bytes that went in bubbles. what: "copied" or "sent"; rank: None for all."""
-    chosen = [each for ranks in iterations for each in (ranks if rank is None else [ranks[rank]])]
-    whole = sum(each[what] for each in chosen)
-    return float(sum(each[f"{what}_in_bubbles"] for each in chosen) / whole) if whole else 0.0
+    chosen = [item for ranks in iterations for item in (ranks if rank is None else [ranks[rank]])]
+    whole = sum(item[what] for item in chosen)
+    return float(sum(item[f"{what}_in_bubbles"] for item in chosen) / whole) if whole else 0.0
 
 
-def ratios(found: Blocks, of: Callable[[Sequence[Iteration]], float], over: str, under: str) -> list[float]:
+def ratios(results: Blocks, of: Callable[[Sequence[Iteration]], float], over: str, under: str) -> list[float]:
     """Of two ways, in each cycle of each round; medians over the cycle's iterations."""
-    made = []
-    for one, other in zip(found[over], found[under], strict=True):
+    rows = []
+    for one, other in zip(results[over], results[under], strict=True):
         for cycle in sorted({ranks[0]["cycle"] for ranks in one}):
-            above, below = (median(of(ranks) for ranks in each if ranks[0]["cycle"] == cycle) for each in (one, other))
-            made.append(above / below)
-    return made
+            above, below = (median(of(ranks) for ranks in item if ranks[0]["cycle"] == cycle) for item in (one, other))
+            rows.append(above / below)
+    return rows
 
 
-def summary(found: Blocks) -> dict[str, Any]:
+def summary(results: Blocks) -> dict[str, Any]:
     """JSON-ready: a row for each way, and on over off of each cycle."""
     rows = []
     for way in WAYS:
-        every = [ranks for each in found[way] for ranks in each]
+        every = [ranks for item in results[way] for ranks in item]
         rows.append(
             {
                 "way": way,
                 "iteration_ms": 1e3 * median(map(wall, every)),
-                "of_none": median(ratios(found, wall, way, NONE)),
+                "of_none": median(ratios(results, wall, way, NONE)),
                 "stall_ms": 1e3 * median(map(stall, every)),
                 "cpu_ms": 1e3 * median(map(cpu, every)),
-                "cpu_of_none": median(ratios(found, cpu, way, NONE)),
-                "copied_mib": median(sum(each["copied"] for each in ranks) for ranks in every) / report.MIB,
-                "sent_mib": median(sum(each["sent"] for each in ranks) for ranks in every) / report.MIB,
+                "cpu_of_none": median(ratios(results, cpu, way, NONE)),
+                "copied_mib": median(sum(rank["copied"] for rank in ranks) for ranks in every) / report.MIB,
+                "sent_mib": median(sum(rank["sent"] for rank in ranks) for ranks in every) / report.MIB,
                 "copied_in_bubbles": share(every, "copied"),
                 "sent_in_bubbles": share(every, "sent"),
                 "by_stage": [{what: share(every, what, at) for what in ("copied", "sent")} for at in range(STAGES)],
             }
         )
-    return {"rows": rows, "on_over_off": {"wall": ratios(found, wall, ON, OFF), "cpu": ratios(found, cpu, ON, OFF)}}
+    return {"rows": rows, "on_over_off": {"wall": ratios(results, wall, ON, OFF), "cpu": ratios(results, cpu, ON, OFF)}}
 
 
-def table(title: str, found: Mapping[str, Any]) -> Table:
+def table(title: str, results: Mapping[str, Any]) -> Table:
     """One row for each way; by stage: copied/sent."""
-    made = Table(title=title, title_justify="left")
-    made.add_column(no_wrap=True)
+    grid = Table(title=title, title_justify="left")
+    grid.add_column(no_wrap=True)
     for heading in ("iteration ms", "of none", "stall ms", "CPU of none", "copied in bubbles", "sent", "by stage"):
-        made.add_column(heading, justify="right")
-    for row in found["rows"]:
-        stages = " ".join(f"{each['copied']:.0%}/{each['sent']:.0%}" for each in row["by_stage"])
+        grid.add_column(heading, justify="right")
+    for row in results["rows"]:
+        stages = " ".join(f"{item['copied']:.0%}/{item['sent']:.0%}" for item in row["by_stage"])
         cells = [f"{row['of_none']:.2f}", f"{row['stall_ms']:.1f}", f"{row['cpu_of_none']:.2f}"]
         cells += [f"{row['copied_in_bubbles']:.0%}", f"{row['sent_in_bubbles']:.0%}", stages]
-        made.add_row(row["way"], f"{row['iteration_ms']:.0f}", *(cells if row["way"] != NONE else ["-"] * len(cells)))
-    compared = (f"{name} {spread(each)}" for name, each in found["on_over_off"].items())
-    made.caption = "gating on over off, median and quartiles of cycles: " + ", ".join(compared)
-    return made
+        grid.add_row(row["way"], f"{row['iteration_ms']:.0f}", *(cells if row["way"] != NONE else ["-"] * len(cells)))
+    compared = (f"{name} {spread(item)}" for name, item in results["on_over_off"].items())
+    grid.caption = "gating on over off, median and quartiles of cycles: " + ", ".join(compared)
+    return grid
 
 
 def spread(values: Sequence[float]) -> str:
@@ -158,14 +158,14 @@ def main(argv: list[str] | None = None) -> int:
     facts |= {"stages": STAGES, "warm": WARM, "found": {}}
     bubbles = (STAGES - 1) / (args.microbatches + STAGES - 1)
     console = Console(width=None if sys.stdout.isatty() else 150)
-    with tempfile.TemporaryDirectory(dir=args.directory, prefix="bubbles_") as place:
+    with tempfile.TemporaryDirectory(dir=args.directory, prefix="bubbles_") as scratch:
         for kind in (COMPUTE, ACTED) if args.only is None else (args.only,):
-            found = measure(Path(place), args, args.act_ms / 1e3 if kind == ACTED else 0.0)
-            facts["found"][kind] = summary(found)
+            result = measure(Path(scratch), args, args.act_ms / 1e3 if kind == ACTED else 0.0)
+            facts["found"][kind] = summary(result)
             if not args.json:
-                each = facts["found"][kind]["rows"][WAYS.index(ON)]["copied_mib"]
+                item = facts["found"][kind]["rows"][WAYS.index(ON)]["copied_mib"]
                 title = f"{kind}: PP{STAGES}, {args.microbatches} micro-batches (bubbles by formula {bubbles:.0%}), "
-                title += f"{each:.0f} MiB copied per iteration by all ranks"
+                title += f"{item:.0f} MiB copied per iteration by all ranks"
                 console.print(table(title, facts["found"][kind]))
     if args.json:
         print(json.dumps(facts))

@@ -101,11 +101,11 @@ class InTurns(Wrapper):
 
 def turn(stage: Stage, order: Mapping[str, Any], root: Path) -> list[Iteration]:
     """Some blocks of iterations, in a store of their own."""
-    found: list[Iteration] = []
+    results: list[Iteration] = []
     with _attached(stage, order, root) as ckpt:
         gate, consumed = ckpt.session._run.gate, 0
         for iteration in range(1, WARM + BLOCK * len(ORDER) * order["cycles"] + 1):
-            block, place = divmod(iteration - WARM - 1, BLOCK)
+            block, position = divmod(iteration - WARM - 1, BLOCK)
             way = way_of(iteration)
             gate.holds = way == ON
             began, cpu, before = time.perf_counter(), time.process_time(), _moved(gate)
@@ -113,12 +113,12 @@ def turn(stage: Stage, order: Mapping[str, Any], root: Path) -> list[Iteration]:
             outcome = stage.update()
             consumed += stage.run.trainer.global_batch
             stall = ckpt.after_step(iteration, consumed_samples=consumed, updated=outcome.updated).stall_secs
-            if block >= 0 and place:
+            if block >= 0 and position:
                 took = {"wall": time.perf_counter() - began, "cpu": time.process_time() - cpu, "stall": stall}
                 moved = [now - then for now, then in zip(_moved(gate), before, strict=True)]
                 took |= zip(_BYTES, moved, strict=True)
-                found.append({"cycle": block // len(ORDER), "way": way, **took})
-    return found
+                results.append({"cycle": block // len(ORDER), "way": way, **took})
+    return results
 
 
 def _moved(gate: Any) -> tuple[int, int, int, int]:
@@ -164,11 +164,11 @@ def main(argv: list[str]) -> int:
     torch.set_num_threads(1)
     start(_TIMEOUT_SECS)
     stage = Stage(run_config(order), order["act_secs"])
-    found = []
+    results = []
     for _ in range(order["rounds"]):
-        found.append(turn(stage, order, Path(order["root"], "turn")))
+        results.append(turn(stage, order, Path(order["root"], "turn")))
         dist.barrier()
-    return end(order, int(rank), found)
+    return end(order, int(rank), results)
 
 
 if __name__ == "__main__":

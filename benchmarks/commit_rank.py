@@ -37,13 +37,13 @@ _TIMEOUT_SECS = 600.0
 
 
 def policy_of(name: str, experts: int) -> Policy:
-    made: Mapping[str, Policy] = {
+    policies: Mapping[str, Policy] = {
         "moc": MoC(k=1),
         "moetion": MoEtion(experts=max(1, experts // 6)),
         "moevement": MoEvement(window=WINDOW),
         "dense": Dense(),
     }
-    return made[name]
+    return policies[name]
 
 
 def main(argv: list[str]) -> int:
@@ -56,14 +56,14 @@ def main(argv: list[str]) -> int:
     others, failed = Others(state, ranks), Failures()
     gc.collect()
     gc.freeze()
-    found: dict[str, Any] = {"rows": [], "failed": failed.reasons}
+    results: dict[str, Any] = {"rows": [], "failed": failed.reasons}
     for name in order["policies"]:
         for role, rank in (("rank 0", 0), ("another rank", ranks // 2)):
             print(f"> {name}, {role}", flush=True)
             with failed.of(f"{name}, {role}"):
                 row = _commits(state, others, policy_of(name, order["experts"]), rank, order)
-                found["rows"].append({"policy": name, "role": role, **row})
-            write_json(Path(order["out"]), found)
+                results["rows"].append({"policy": name, "role": role, **row})
+            write_json(Path(order["out"]), results)
     return 0
 
 
@@ -107,7 +107,7 @@ def _commits(state: State, others: Others, policy: Policy, rank: int, order: dic
         "most_cpu_ms": round(max(cpu) * 1e3, 2),
         "n": len(cpu),
         "cpu_secs": cpu,
-        **{name: median(each[name] for each in traffic) for name in traffic[0]},
+        **{name: median(item[name] for item in traffic) for name in traffic[0]},
     }
 
 

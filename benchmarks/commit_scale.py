@@ -65,20 +65,28 @@ AIM_MS = 20.0
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    command_line = argparse.ArgumentParser(
         prog="commit_scale.py",
         description=__doc__,
         epilog=_EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.add_argument("--cases", type=words, default=CASES, metavar="LxE/N,...", help=f"default: {','.join(CASES)}")
-    made.add_argument("--policies", type=words, default=tuple(POLICIES), help=f"default: {','.join(POLICIES)}")
-    made.add_argument("--warm", type=int, default=5, help="commits that are not counted (default 5)")
-    made.add_argument("--steps", type=int, default=8, help="counted commits of each policy and rank (default 8)")
-    made.add_argument("--timeout", type=float, default=1800.0, help="seconds that a case may take (default 1800)")
-    made.add_argument("--dir", type=Path, default=None, help="where checkpoints are written (default: /dev/shm)")
-    made.add_argument("--json", type=Path, default=None, help="keep every single measurement in this file")
-    return made
+    command_line.add_argument(
+        "--cases", type=words, default=CASES, metavar="LxE/N,...", help=f"default: {','.join(CASES)}"
+    )
+    command_line.add_argument("--policies", type=words, default=tuple(POLICIES), help=f"default: {','.join(POLICIES)}")
+    command_line.add_argument("--warm", type=int, default=5, help="commits that are not counted (default 5)")
+    command_line.add_argument(
+        "--steps", type=int, default=8, help="counted commits of each policy and rank (default 8)"
+    )
+    command_line.add_argument(
+        "--timeout", type=float, default=1800.0, help="seconds that a case may take (default 1800)"
+    )
+    command_line.add_argument(
+        "--dir", type=Path, default=None, help="where checkpoints are written (default: /dev/shm)"
+    )
+    command_line.add_argument("--json", type=Path, default=None, help="keep every single measurement in this file")
+    return command_line
 
 
 def cases(options: argparse.Namespace) -> list[tuple[int, int, int]]:
@@ -86,17 +94,17 @@ def cases(options: argparse.Namespace) -> list[tuple[int, int, int]]:
     for word in options.policies:
         if word not in POLICIES:
             raise SystemExit(f"--policies {word}: there is no such policy; choose from {', '.join(POLICIES)}")
-    found = []
+    results = []
     for word in options.cases:
         try:
             shape, ranks = word.split("/")
             layers, experts = shape.split("x")
-            found.append((int(layers), int(experts), int(ranks)))
+            results.append((int(layers), int(experts), int(ranks)))
         except ValueError:
             raise SystemExit(f"--cases {word}: write layers x experts / ranks like 48x128/64") from None
-        if found[-1][2] < 2:
+        if results[-1][2] < 2:
             raise SystemExit(f"--cases {word}: one rank has nobody to commit with")
-    return found
+    return results
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -110,8 +118,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(layers: int, experts: int, ranks: int, options: argparse.Namespace, tell: Tell) -> dict[str, Any]:
     """What the process of one case found, and in "failed" how it ended, if it did not end well."""
     name = f"{layers}x{experts}/{ranks}"
-    place = place_of(options.dir)
-    with tempfile.TemporaryDirectory(prefix="moe_ckpt_commit_", dir=place, ignore_cleanup_errors=True) as at:
+    directory = place_of(options.dir)
+    with tempfile.TemporaryDirectory(prefix="moe_ckpt_commit_", dir=directory, ignore_cleanup_errors=True) as at:
         out = Path(at) / "found.json"
         order = {
             "layers": layers,
@@ -124,21 +132,21 @@ def _run(layers: int, experts: int, ranks: int, options: argparse.Namespace, tel
             "out": str(out),
         }
         command = [[sys.executable, "-m", "benchmarks.commit_rank", json.dumps(order)]]
-        why = follow(command, Path(at), options.timeout, lambda said: tell(f"{name}: {said}"))
-        found: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {"rows": [], "failed": {}}
+        why = follow(command, Path(at), options.timeout, lambda text: tell(f"{name}: {text}"))
+        result: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {"rows": [], "failed": {}}
     if why is not None:
-        found["failed"]["process"] = why
-    return found | {"name": name, "ranks": ranks}
+        result["failed"]["process"] = why
+    return result | {"name": name, "ranks": ranks}
 
 
-def table(found: Sequence[dict[str, Any]]) -> Table:
+def table(results: Sequence[dict[str, Any]]) -> Table:
     """Also when cases or policies failed."""
     shown = Table(title="one commit, on one rank's persist thread", title_justify="left")
     for column in ("layers x experts / ranks", "policy", "rank"):
         shown.add_column(column, no_wrap=True)
     for column in ("CPU ms", "(most)", "aim", "old", "messages", "log2 ranks", "KiB", "old KiB"):
         shown.add_column(column, justify="right")
-    for case in found:
+    for case in results:
         for row in case["rows"]:
             shown.add_row(*_cells(case, row))
         for name in case["failed"]:

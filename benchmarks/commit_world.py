@@ -72,12 +72,12 @@ class State:
     def __init__(self, layers: int, experts: int) -> None:
         self.catalog = _catalog(layers, experts)
         numbers, count = torch.ones(max(experts, 16), _WIDTH), torch.tensor(1.0)
-        found = []
+        results = []
         for name, shape in self.catalog.parameters.items():
             for key in (f"model/{name}", f"optim/0/{name}/exp_avg", f"optim/0/{name}/exp_avg_sq"):
-                found.append(StateTensor(key, name, numbers[: shape[0], : shape[1]], (0, 0), shape))
-            found.append(StateTensor(f"optim/0/{name}/step", name, count, (), ()))
-        self._tensors = tuple(found)
+                results.append(StateTensor(key, name, numbers[: shape[0], : shape[1]], (0, 0), shape))
+            results.append(StateTensor(f"optim/0/{name}/step", name, count, (), ()))
+        self._tensors = tuple(results)
         self._specs = specs_of(self._tensors)
 
     def tensors(self, of: Reading | None = None, *, listed: bool = False) -> Sequence[StateTensor]:
@@ -93,7 +93,7 @@ class State:
     def require_loadable(self, plain: Mapping[str, Any]) -> None:
         raise NotImplementedError
 
-    def prepare(self, wanted: Mapping[str, Any]) -> None:
+    def prepare(self, requested: Mapping[str, Any]) -> None:
         raise NotImplementedError
 
     def load_plain(self, plain: Mapping[str, Any]) -> None:
@@ -124,14 +124,14 @@ def recorded(policy: Policy, plans: deque[SnapshotPlan]) -> Policy:
     kind: Any = type(policy)
 
     def plan(self: Any, context: Any) -> SnapshotPlan:
-        made: SnapshotPlan = kind.plan(self, context)
-        if made:
-            plans.append(made)
-        return made
+        chosen: SnapshotPlan = kind.plan(self, context)
+        if chosen:
+            plans.append(chosen)
+        return chosen
 
     noting: Any = type(kind.__name__, (kind,), {"plan": plan})
-    made: Policy = noting(**{each.name: getattr(policy, each.name) for each in fields(kind)})
-    return made
+    recording: Policy = noting(**{declared.name: getattr(policy, declared.name) for declared in fields(kind)})
+    return recording
 
 
 @dataclass(frozen=True)
@@ -171,29 +171,29 @@ class Others:
             for op in given:
                 for rank in writers[op]:
                     by_rank[rank].append(op)
-        found = [
+        results = [
             self._local.cuts(full[rank], dealt, rank).joined(self._local.cuts(light[rank], dealt, rank, self._compute))
             for rank in range(self._ranks)
         ]
         claims = self._claims(frozenset(operators), frozenset(frozen), in_window)
-        return [self._share(rank, cuts, claims[rank]) for rank, cuts in enumerate(found)]
+        return [self._share(rank, cuts, claims[rank]) for rank, cuts in enumerate(results)]
 
     def _share(self, rank: int, cuts: Cuts, claim: int) -> Share:
         is_expert = self._state.catalog.is_expert[cuts.places]
         by_kind = {"expert": cuts.masked(is_expert), "non_expert": cuts.masked(~is_expert)}
         side = [entry for entry, _ in side_tensors(self._state.plain(), rank)[1]]
-        made = [CompiledPart(kind, each, side if kind == "non_expert" else (), ()) for kind, each in by_kind.items()]
+        made = [CompiledPart(kind, item, side if kind == "non_expert" else (), ()) for kind, item in by_kind.items()]
         parts = tuple(part for part in made if len(part.slices))
         return Share(parts, (sum(part.cover_sum for part in parts) - claim) % PRIME)
 
     def _claims(self, operators: frozenset[str], frozen: frozenset[str], in_window: bool) -> list[int]:
         """What each rank answers for, as ``compiling.Claim`` divides it, of all ranks at once."""
         catalog, specs = self._state.catalog, self._state.specs()
-        wanted = Claims(catalog, specs, 0, 1).boxes(operators, frozen, in_window=in_window)
+        claimed = Claims(catalog, specs, 0, 1).boxes(operators, frozen, in_window=in_window)
         boxes: list[list[tuple[str, Box]]] = [[] for _ in range(self._ranks)]
-        for key, those in wanted.items():
-            boxes[crc32(key.removeprefix(REPLAY).encode()) % self._ranks] += [(key, box) for box in those]
-        return [cover_sum(each) for each in boxes]
+        for key, group in claimed.items():
+            boxes[crc32(key.removeprefix(REPLAY).encode()) % self._ranks] += [(key, box) for box in group]
+        return [cover_sum(boxe) for boxe in boxes]
 
 
 def key_of(plan: SnapshotPlan) -> PlanKey:
@@ -234,8 +234,8 @@ class Acknowledging:
     def _one(self, rank: int, share: Share, step: int, run_id: str) -> list[bytes]:
         directory, files = step_dir(step, 0), []
         for part in share.parts:
-            found = [_checksum(entry.dtype, entry.shape) for entry in part.slices.listed()]
-            checksums = np.array(found, dtype=np.uint64)
+            results = [_checksum(entry.dtype, entry.shape) for entry in part.slices.listed()]
+            checksums = np.array(results, dtype=np.uint64)
             raw = part.head(run_id, rank, step) + seal_of(step, 0, checksums)
             path = shard_path(directory, rank, part.kind)
             (self._root / path).touch()
@@ -285,7 +285,9 @@ class ActedPeers(ActedRank):
     def everyone(self, payload: bytes) -> list[bytes]:
         return [payload] * self.world_size
 
-    def swap(self, given: Mapping[int, Sequence[torch.Tensor]], expected: Mapping[int, Sequence[torch.Tensor]]) -> None:
+    def swap(
+        self, outgoing: Mapping[int, Sequence[torch.Tensor]], expected: Mapping[int, Sequence[torch.Tensor]]
+    ) -> None:
         raise NotImplementedError("nothing is recovered here")
 
     def share(self, payload: bytes, source: int) -> bytes:
@@ -301,7 +303,7 @@ class ActedPeers(ActedRank):
             acted = self._acknowledging.of(self._others.shares_of(key_of(plan)), plan.step, self._run_id)
             firsts = [0, *accumulate(self._subtrees())]
             received = [_joined(acted[at:to]) for at, to in pairwise(firsts)]
-        self._count(received=[b"".join(each) for each in received])
+        self._count(received=[b"".join(item) for item in received])
         return _joined([columns, *received])
 
     def _subtrees(self) -> list[int]:

@@ -203,7 +203,7 @@ class HookClock:
     def __init__(self, callbacks: list[pl.Callback]) -> None:
         self._total = 0.0
         self._ours = [callback for callback in callbacks if isinstance(callback, MoECheckpoint)]
-        for callback in (each for each in callbacks if each not in self._ours):
+        for callback in (callback for callback in callbacks if callback not in self._ours):
             for hook in (name for name in _HOOKS if hasattr(callback, name)):
                 setattr(callback, hook, self._timed(getattr(callback, hook)))
         self._before = 0.0

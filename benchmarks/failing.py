@@ -39,7 +39,7 @@ class Failures:
 def reason(error: BaseException) -> str:
     """One line: the operating system's word if there is one behind ``error``, and what was raised."""
     raised = f"{type(error).__name__}: {_last_line(str(error))}"
-    origin = next((each for each in _chain(error) if isinstance(each, OSError) and each.strerror), None)
+    origin = next((item for item in _chain(error) if isinstance(item, OSError) and item.strerror), None)
     if origin is not None and str(origin.strerror) not in raised:
         raised = f"{origin.strerror} ({raised})"
     if len(raised) <= _LONGEST:
@@ -63,5 +63,5 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
         seen.add(id(one))
         yield one
         wrapped = getattr(one, "failures", None)
-        inner = [each[0] for each in wrapped.values() if isinstance(each, tuple)] if isinstance(wrapped, dict) else []
-        waiting += [each for each in (*inner, one.__cause__, one.__context__) if isinstance(each, BaseException)]
+        inner = [item[0] for item in wrapped.values() if isinstance(item, tuple)] if isinstance(wrapped, dict) else []
+        waiting += [item for item in (*inner, one.__cause__, one.__context__) if isinstance(item, BaseException)]

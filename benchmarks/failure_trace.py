@@ -30,15 +30,15 @@ def rows() -> list[tuple[int, str, int]]:
     end = HOURS * 3600
     times = sorted(int(rng.random() * end) for _ in range(REMOVALS))
     back: dict[int, int] = {}
-    made: list[tuple[int, str, int]] = []
+    lines: list[tuple[int, str, int]] = []
     for at in times:
         there = [node for node in range(NODES) if back.get(node, -1) < at]
         node = there[int(rng.random() * len(there))]
         back[node] = at + AWAY_SECS[0] + int(rng.random() * (AWAY_SECS[1] - AWAY_SECS[0]))
-        made.append((at, "remove", node))
+        lines.append((at, "remove", node))
         if back[node] < end:
-            made.append((back[node], "add", node))
-    return sorted(made, key=lambda row: row[0])
+            lines.append((back[node], "add", node))
+    return sorted(lines, key=lambda row: row[0])
 
 
 def text() -> str:

@@ -179,11 +179,11 @@ class Scenario:
         lines, delay, grace = self.rng.randint(1, 9), self.rng.uniform(0.0, 0.08), self.rng.choice((0.0, 1.0))
         patience = 30.0 if life.fault is not None and life.fault.kind == "phase" else 0.0
         lines += 8 if patience or (life.fault is not None and life.fault.kind == "io") else 0
-        self._offsets = {each: _size(life.log(each)) for each in range(life.world)}
+        self._offsets = {number: _size(life.log(number)) for number in range(life.world)}
         processes = [
-            _context.Process(target=live, args=(life, each, port), daemon=True)
+            _context.Process(target=live, args=(life, number, port), daemon=True)
             for port in [_port()]
-            for each in range(life.world)
+            for number in range(life.world)
         ]
         for process in processes:
             process.start()
@@ -293,17 +293,17 @@ class Scenario:
 
 def _checkpoints(store: Path) -> list[tuple[int, set[str]]]:
     """(step, directories that it needs) of every committed checkpoint."""
-    found = []
+    results = []
     for path in store.glob(f"*/{MANIFEST_NAME}"):
-        place = parse_step_dir(path.parent.name)
+        directory = parse_step_dir(path.parent.name)
         try:
             body = path.read_text(errors="replace")
         except FileNotFoundError:
             continue
-        if place is not None:
-            needs = {each.name for each in store.glob("step_*") if f'"{each.name}' in body}
-            found.append((place[0], needs | {path.parent.name}))
-    return found
+        if directory is not None:
+            needs = {item.name for item in store.glob("step_*") if f'"{item.name}' in body}
+            results.append((directory[0], needs | {path.parent.name}))
+    return results
 
 
 def _spoil(path: Path, rng: random.Random) -> str:
@@ -354,7 +354,7 @@ class _References:
                 os.mkdir(run.home)
                 port = _port()
                 processes = [
-                    _context.Process(target=live, args=(run, each, port), daemon=True) for each in range(run.world)
+                    _context.Process(target=live, args=(run, number, port), daemon=True) for number in range(run.world)
                 ]
                 for process in processes:
                     process.start()
@@ -366,8 +366,8 @@ class _References:
                             f"the undisturbed run failed: {Path(run.home, 'said.0').read_text()[-3000:]}"
                         )
                 ranks = [
-                    [json.loads(line) for line in Path(run.log(each)).read_text().splitlines()]
-                    for each in range(run.world)
+                    [json.loads(line) for line in Path(run.log(number)).read_text().splitlines()]
+                    for number in range(run.world)
                 ]
                 self._found[str(plain)] = reference_of(ranks, run.sharded)
             return self._found[str(plain)]
@@ -392,18 +392,18 @@ def campaign(
 ) -> list[Outcome]:
     """Returns the outcome of each seed that was begun in time."""
     until, outcomes = time.monotonic() + 60.0 * minutes, list[Outcome]()
-    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as place:
-        references = _References(Path(place))
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None) as directory:
+        references = _References(Path(directory))
 
         def one(seed: int) -> None:
             if time.monotonic() > until:
                 return
-            home = Path(place, f"seed_{seed}")
+            home = Path(directory, f"seed_{seed}")
             home.mkdir()
             outcome = Scenario(seed, home, references, policy).run()
             outcomes.append(outcome)
             shutil.rmtree(home, ignore_errors=True)
-            faults = sum(len(each.faults) for each in outcomes)
+            faults = sum(len(outcome.faults) for outcome in outcomes)
             print(f"seed {seed}: {len(outcome.faults)} faults; {faults} in all", file=sys.stderr, flush=True)
             if outcome.wrong or verbose:
                 print(
@@ -432,7 +432,7 @@ def main(argv: list[str] | None = None) -> int:
     outcomes = campaign(seeds, order.minutes, order.policy, order.jobs, verbose=order.verbose)
     wrong = [outcome for outcome in outcomes if outcome.wrong]
     kinds = collections.Counter(fault.partition(": ")[2] for outcome in outcomes for fault in outcome.faults)
-    told: dict[str, Any] = {
+    summary: dict[str, Any] = {
         "seeds": [outcome.seed for outcome in outcomes],
         "faults": sum(len(outcome.faults) for outcome in outcomes),
         "minutes": round((time.monotonic() - began) / 60.0, 1),
@@ -442,9 +442,10 @@ def main(argv: list[str] | None = None) -> int:
         "wrong": [{**asdict(outcome), "worlds": sorted(outcome.worlds)} for outcome in wrong],
     }
     if order.write:
-        RESULTS.write_text(json.dumps(told, indent=1) + "\n")
+        RESULTS.write_text(json.dumps(summary, indent=1) + "\n")
     print(table(outcomes))
-    print(f"{told['faults']} faults in {len(outcomes)} scenarios, {told['minutes']} minutes; {len(wrong)} not survived")
+    survived = f"{len(wrong)} not survived"
+    print(f"{summary['faults']} faults in {len(outcomes)} scenarios, {summary['minutes']} minutes; {survived}")
     for outcome in wrong:
         print(f"seed {outcome.seed}: {outcome.wrong}")
     return int(bool(wrong))

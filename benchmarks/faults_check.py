@@ -110,7 +110,7 @@ class History:
         for rank in ranks:
             for event in rank[1:]:
                 self.stored = max(self.stored, event.get("stored", 0))
-        self.sealed = max([self.sealed, *(min(each) for each in zip(*map(_sealed, ranks), strict=False))])
+        self.sealed = max([self.sealed, *(min(pair) for pair in zip(*map(_sealed, ranks), strict=False))])
         return back
 
     def _cut(self, step: int) -> None:
@@ -122,17 +122,17 @@ class History:
         """Every operator is as of the step or, if it is an expert that may be older, of one before. Counts these."""
         partial = bool(PARTIAL.intersection(self.policies))
         then, stale = self.steps[step], 0
-        for operator, found in sums.items():
-            if found == then[operator] or (operator == COUNTS and partial):
+        for operator, result in sums.items():
+            if result == then[operator] or (operator == COUNTS and partial):
                 continue
-            versions = [at for at, each in self.steps.items() if each.get(operator) == found]
+            versions = [at for at, step in self.steps.items() if step.get(operator) == result]
             if operator not in _EXPERTS or not partial or not versions:
                 what = f"as of step {max(versions)}" if versions else "as it never was"
                 raise Wrong(f"{operator} came back {what}, and the run is at step {step}")
             stale += 1
         self.exact = self.exact and not stale
         self._versions = {
-            operator: max(at for at, each in self.steps.items() if each.get(operator) == sums[operator])
+            operator: max(at for at, step in self.steps.items() if step.get(operator) == sums[operator])
             for operator in _EXPERTS
             if operator in sums
         }
@@ -192,14 +192,14 @@ class History:
                 self.routed[step] = self.reference[step]["routed"]
             return
         losses = ",".join(event["loss"] for event in events)
-        wanted = self.reference.get(step) if self.exact else None
-        for what, found, at in (
-            ("the loss", losses, [] if wanted is None else [wanted["loss"]]),
-            ("the state", sums, [] if wanted is None else [wanted["sums"]]),
+        expected = self.reference.get(step) if self.exact else None
+        for what, result, at in (
+            ("the loss", losses, [] if expected is None else [expected["loss"]]),
+            ("the state", sums, [] if expected is None else [expected["sums"]]),
             ("the loss when it was computed first", losses, [again[1][step]] if step in again[1] else []),
             ("the state when it was computed first", sums, [again[0][step]] if step in again[0] else []),
         ):
-            if at and at[0] != found:
+            if at and at[0] != result:
                 raise Wrong(f"{what} of step {step} differs from that of the undisturbed run or of before")
         self.steps[step], self.losses[step] = sums, losses
         routed = [sum(tokens) for tokens in zip(*(_flat(event["routed"]) for event in events), strict=True)]
@@ -207,11 +207,11 @@ class History:
 
     def _end(self, event: Event, sums: Mapping[str, int]) -> None:
         if self.exact:
-            wanted = self.reference[-1]
+            expected = self.reference[-1]
             for what in ("step", "rng"):
-                if event[what] != wanted[what]:
-                    raise Wrong(f"at the end {what} is {event[what]}, and {wanted[what]} in the undisturbed run")
-            if sums != wanted["sums"]:
+                if event[what] != expected[what]:
+                    raise Wrong(f"at the end {what} is {event[what]}, and {expected[what]} in the undisturbed run")
+            if sums != expected["sums"]:
                 raise Wrong("the final state differs from that of the undisturbed run")
         if self.judged:
             self._compare_books(event["step"], event)
@@ -219,16 +219,16 @@ class History:
 
 def reference_of(ranks: Sequence[Sequence[Event]], sharded: bool) -> dict[int, Event]:
     """Returns what ``History.reference`` is, from the undisturbed run."""
-    found: dict[int, Event] = {}
+    results: dict[int, Event] = {}
     for events in zip(*(rank[1:] for rank in ranks), strict=True):
         sums = _total([event["sums"] for event in events], sharded)
         if events[0]["event"] == "end":
-            found[-1] = {**events[0], "sums": sums}
+            results[-1] = {**events[0], "sums": sums}
         else:
             loss = ",".join(event["loss"] for event in events)
             routed = [sum(tokens) for tokens in zip(*(_flat(event["routed"]) for event in events), strict=True)]
-            found[events[0]["step"]] = {"loss": loss, "sums": sums, "routed": routed}
-    return found
+            results[events[0]["step"]] = {"loss": loss, "sums": sums, "routed": routed}
+    return results
 
 
 def _total(sums: Sequence[Mapping[str, int]], sharded: bool) -> dict[str, int]:
@@ -248,11 +248,11 @@ def _flat(rows: Sequence[Sequence[int]]) -> Iterator[int]:
 
 def _sealed(events: Sequence[Event]) -> list[int]:
     """Of each step the newest checkpoint in memory that was known by then."""
-    found, newest = [], 0
+    result, newest = [], 0
     for event in events[1:]:
         newest = max(newest, event.get("sealed", 0))
-        found.append(newest)
-    return found
+        result.append(newest)
+    return result
 
 
 assert REST not in _EXPERTS

@@ -149,8 +149,8 @@ class _Expert(nn.Module):
         self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.down(F.gelu(self.up(x)))
-        return found
+        result: torch.Tensor = self.down(F.gelu(self.up(x)))
+        return result
 
 
 class _MoE(nn.Module):
@@ -162,8 +162,8 @@ class _MoE(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         weights, chosen = self.gate(x)
         if isinstance(self.experts, _Stack):
-            found: torch.Tensor = self.experts(x, chosen, weights)
-            return x + F.dropout(found, 0.1, self.training)
+            result: torch.Tensor = self.experts(x, chosen, weights)
+            return x + F.dropout(result, 0.1, self.training)
         out = torch.zeros_like(x)
         experts: list[nn.Module] = list(self.experts.children())
         for number, expert in enumerate(experts):
@@ -171,7 +171,7 @@ class _MoE(nn.Module):
             if len(token):
                 out = out.index_add(0, token, expert(x[token]) * weights[token, slot, None])
             else:  # DDP waits for gradients of all parameters
-                out = out + 0.0 * sum(each.sum() for each in expert.parameters())
+                out = out + 0.0 * sum(parameter.sum() for parameter in expert.parameters())
         return x + F.dropout(out, 0.1, self.training)
 
 
@@ -194,8 +194,8 @@ class _Model(pl.LightningModule):
             fully_shard(self, mesh=mesh)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.head(self.blocks(x))
-        return found
+        result: torch.Tensor = self.head(self.blocks(x))
+        return result
 
     def training_step(self, batch: Any, _: int) -> torch.Tensor:
         self.before_loss()
@@ -223,17 +223,17 @@ def _bits(name: str, tensor: torch.Tensor, first: int) -> torch.Tensor:
     """``[rows]``: a sum over the bits of each row, in which every element has a weight of its own."""
     local = tensor.detach().contiguous().view(torch.int32).to(torch.int64)
     rows = local.reshape(local.shape[0], -1) if local.dim() else local.reshape(1, 1)
-    place = torch.arange(rows.numel(), dtype=torch.int64).reshape(rows.shape) + first * rows.shape[1]
-    weight = (place + zlib.crc32(name.encode())) * 0x9E3779B97F4A7C1 | 1
+    position = torch.arange(rows.numel(), dtype=torch.int64).reshape(rows.shape) + first * rows.shape[1]
+    weight = (position + zlib.crc32(name.encode())) * 0x9E3779B97F4A7C1 | 1
     return ((rows + 0x1234567) * (weight ^ (weight >> 29))).sum(dim=1)
 
 
 def sums(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
     """Returns operator -> sum over this rank's part of its parameters and optimizer state."""
-    found: dict[str, int] = {}
+    results: dict[str, int] = {}
 
     def add(operator: str, value: torch.Tensor) -> None:
-        found[operator] = (found.get(operator, 0) + int(value.sum())) & 0xFFFF_FFFF_FFFF_FFFF
+        results[operator] = (results.get(operator, 0) + int(value.sum())) & 0xFFFF_FFFF_FFFF_FFFF
 
     for name, parameter in module.named_parameters():
         operator, stacked = _operator(name)
@@ -256,7 +256,7 @@ def sums(module: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
                     add(f"{operator}{first + row}", each)
             else:
                 add(operator, rows)
-    return found
+    return results
 
 
 class _Log(pl.Callback):
@@ -275,7 +275,7 @@ class _Log(pl.Callback):
         if self.ours is None:
             return {}
         tokens = self.ours._fit.session.run_ledger.tokens  # type: ignore[union-attr]
-        faults = [[each.restored_step, each.lost_tokens, each.stale_experts] for each in tokens.faults]
+        faults = [[fault.restored_step, fault.lost_tokens, fault.stale_experts] for fault in tokens.faults]
         return {"applied": tokens.applied.tolist(), "faults": faults}
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -285,7 +285,7 @@ class _Log(pl.Callback):
         self.note("start", step=step or 0, replays=replays, world=self.life.world, **state, **self.books())
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
-        routers = [each for each in pl_module.modules() if isinstance(each, _Router)]
+        routers = [module for module in pl_module.modules() if isinstance(module, _Router)]
         last = None if self.ours is None else self.ours.last
         fit = None if self.ours is None else self.ours._fit
         self.note(
@@ -293,7 +293,7 @@ class _Log(pl.Callback):
             step=trainer.global_step,
             loss=pl_module.loss.hex(),  # type: ignore[operator, union-attr]
             sums=sums(pl_module, trainer.optimizers[0]),
-            routed=[each.routed.tolist() for each in routers],
+            routed=[router.routed.tolist() for router in routers],
             replayed=fit is not None and fit.driver.replaying is not None,
             stored=0 if last is None else last.committed_step or 0,
             sealed=0 if last is None else (last.memory_step or 0) - last.replica_lag_steps,

@@ -44,13 +44,13 @@ Left = Mapping[int, tuple[int, int | None]]
 
 def left_bytes(memory: str) -> Left:
     """What lies in the slots that a kill left; side tensors do not count."""
-    found: dict[int, tuple[int, int | None]] = {}
+    results: dict[int, tuple[int, int | None]] = {}
     for head in Path(memory).rglob("*.head"):
         _, header = Slot.open(head.with_suffix(""))
         parts = (header.slices(part, str(head)) for part in header.parts)
         nbytes = sum(entry.nbytes for slices in parts for entry in slices if entry.operator)
-        found[header.step] = nbytes, None if header.contents.window is None else header.contents.window.start
-    return found
+        results[header.step] = nbytes, None if header.contents.window is None else header.contents.window.start
+    return results
 
 
 def chains(
@@ -80,8 +80,8 @@ def chains(
             killed_at(life, max(step, reached_in(life.log) + 1), bare[-1] * part)
             if step:
                 weights[name].append(left_bytes(life.memory))
-    found = {name: facts(lives_of(life.log), weights[name], life.policy, bare) for name, life in lives.items()}
-    return {"none": {"iteration_secs": median(bare)}, **found}
+    results = {name: facts(lives_of(life.log), weights[name], life.policy, bare) for name, life in lives.items()}
+    return {"none": {"iteration_secs": median(bare)}, **results}
 
 
 def facts(
@@ -110,16 +110,16 @@ def facts(
     if kind.startswith("log"):
         steady = [of_a_round(number, life) for life in lives]
     else:
-        steady = [per_step(kind, number, each) for each in weights]
+        steady = [per_step(kind, number, weight) for weight in weights]
     return {
-        "again": [each.recomputed for each in restarts],
-        "back_secs": [each.secs for each in restarts],
-        "loading_secs": [each.loading_secs for each in restarts],
+        "again": [restart.recomputed for restart in restarts],
+        "back_secs": [restart.secs for restart in restarts],
+        "loading_secs": [restart.loading_secs for restart in restarts],
         "iteration_secs": iteration_secs(lives),
         "slower": slower,
         "stall_secs": mean(stalls) if stalls else 0.0,
         "held_bytes": max(held, default=0.0),
-        "step_bytes": [each for each in steady if each is not None],
+        "step_bytes": [item for item in steady if item is not None],
     }
 
 
@@ -136,7 +136,7 @@ def per_step(kind: str, number: int, left: Left) -> float | None:
     if kind == "dense":
         return left[max(left)][0] / number
     starts = {start for _, start in left.values()}
-    whole = [those for start in starts if len(those := [s for s in left if left[s][1] == start]) == number]
+    whole = [selected for start in starts if len(selected := [s for s in left if left[s][1] == start]) == number]
     steps = max(whole, default=[])
     return mean(left[step][0] for step in steps) if len(steps) == number else None
 
@@ -155,21 +155,21 @@ def measure(order: argparse.Namespace, home: Path, tell: Callable[[str], None]) 
         where.joinpath("memory").mkdir(parents=True)
         number = order.interval if kind == "dense" else order.window
         lives[kind] = Life((kind, number), str(where), order.size, order.batch or batch, order.threads, in_memory=True)
-    found = chains(lives, kills, tell)
-    told = {name: getattr(order, name) for name in ("size", "batch", "window", "interval", "seed", "threads")}
-    return {"machine": report.machine(), "order": told, "kills": kills, "parameters": parameters, "found": found}
+    result = chains(lives, kills, tell)
+    summary = {name: getattr(order, name) for name in ("size", "batch", "window", "interval", "seed", "threads")}
+    return {"machine": report.machine(), "order": summary, "kills": kills, "parameters": parameters, "found": result}
 
 
 def formula(kind: str, order: Mapping[str, Any]) -> float:
     """Bytes per parameter and step, with fp32 weights, AdamW's two moments, and gradients of 4 or 2 bytes."""
     window, interval = order["window"], order["interval"]
-    found: dict[str, float] = {
+    results: dict[str, float] = {
         "log": bytes_per_parameter(window, 4.0),
         "log, bf16": bytes_per_parameter(window, 2.0),
         "windows": windows_bytes(window, order["size"]),
         "dense": 12.0 / interval,
     }
-    return found[kind]
+    return results[kind]
 
 
 @cache
@@ -205,33 +205,33 @@ _COLUMNS = (
 )
 
 
-def rows(told: Mapping[str, Any]) -> list[list[str]]:
+def rows(summary: Mapping[str, Any]) -> list[list[str]]:
     """The table."""
-    base = told["found"]["none"]["iteration_secs"]
-    made = []
+    base = summary["found"]["none"]["iteration_secs"]
+    table_rows = []
     for kind, name in _NAMES.items():
-        each = told["found"][kind]
-        nbytes = [one / told["parameters"] for one in each["step_bytes"]]
-        made.append(
+        item = summary["found"][kind]
+        nbytes = [one / summary["parameters"] for one in item["step_bytes"]]
+        table_rows.append(
             [
-                name.format(**told["order"]),
+                name.format(**summary["order"]),
                 f"{mean(nbytes):.2f}" if nbytes else "-",
-                f"{formula(kind, told['order']):.2f}",
-                f"{each['stall_secs'] / base:.1%}",
-                f"{median(each['slower']) - 1:.0%} ({min(each['slower']) - 1:.0%} to {max(each['slower']) - 1:.0%})",
-                f"{mean(each['again']):.1f} ({max(each['again'])})",
-                f"{median(each['back_secs']) / base:.1f} iterations",
-                f"{median(each['loading_secs']) / base:.1f}",
-                f"{each['held_bytes'] / told['parameters']:.0f} B",
+                f"{formula(kind, summary['order']):.2f}",
+                f"{item['stall_secs'] / base:.1%}",
+                f"{median(item['slower']) - 1:.0%} ({min(item['slower']) - 1:.0%} to {max(item['slower']) - 1:.0%})",
+                f"{mean(item['again']):.1f} ({max(item['again'])})",
+                f"{median(item['back_secs']) / base:.1f} iterations",
+                f"{median(item['loading_secs']) / base:.1f}",
+                f"{item['held_bytes'] / summary['parameters']:.0f} B",
             ]
         )
-    return made
+    return table_rows
 
 
-def markdown(told: Mapping[str, Any]) -> str:
+def markdown(summary: Mapping[str, Any]) -> str:
     """The table of docs/gradient_log.md."""
     rule = ["---"] * len(_COLUMNS)
-    return "\n".join(f"| {' | '.join(row)} |" for row in ([*_COLUMNS], rule, *rows(told)))
+    return "\n".join(f"| {' | '.join(row)} |" for row in ([*_COLUMNS], rule, *rows(summary)))
 
 
 RESULTS = Path(__file__).parent / "results" / "gradient_log_runs.json"

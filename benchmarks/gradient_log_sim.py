@@ -131,16 +131,16 @@ def measure(setup: str) -> dict[str, Any]:
     return {"rows": [list(each.cells) for each in rows.values()], "wins": won}
 
 
-def compared(told: Mapping[str, Any]) -> list[list[str]]:
+def compared(summary: Mapping[str, Any]) -> list[list[str]]:
     """Windows and logs on all clusters, a line for each cluster and links."""
-    found = []
-    for setup, one in told.items():
+    results = []
+    for setup, one in summary.items():
         for links in LINKS:
-            those = {cells[1]: cells for cells in one["rows"] if cells[0] == links}
+            selected = {cells[1]: cells for cells in one["rows"] if cells[0] == links}
             systems = ("windows", "log, gradients of 4 bytes", "log, gradients of 2 bytes")
-            figures = [those[system][at] for system in systems for at in (2, 4, 5)]
-            found.append([SETUPS[setup], links, *figures, *one["wins"][links]])
-    return found
+            figures = [selected[system][at] for system in systems for at in (2, 4, 5)]
+            results.append([SETUPS[setup], links, *figures, *one["wins"][links]])
+    return results
 
 
 def markdown(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -157,13 +157,13 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--markdown", action="store_true", help="as tables for the docs")
     parser.add_argument("--json", type=Path, default=None, help="keep the tables in this file")
     options = parser.parse_args(argv)
-    told = {}
+    summary = {}
     for setup in options.only:
-        told[setup] = measure(setup)
+        summary[setup] = measure(setup)
         if options.json:
-            write_json(options.json, told)
-    tables = [(SETUPS[setup], HEADINGS, one["rows"]) for setup, one in told.items()]
-    for title, headings, rows in [*tables, ("where each wins", OTHERS, compared(told))]:
+            write_json(options.json, summary)
+    tables = [(SETUPS[setup], HEADINGS, one["rows"]) for setup, one in summary.items()]
+    for title, headings, rows in [*tables, ("where each wins", OTHERS, compared(summary))]:
         if options.markdown:
             print(f"{markdown(headings, rows)}\n")
         else:

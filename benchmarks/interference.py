@@ -42,25 +42,25 @@ def told(added: float, differ: float, rng: random.Random) -> float:
 def row(added: float, differ: float, runs: int) -> dict[str, Any]:
     """Of so many runs: how many count it at all, and what they take it for."""
     rng = random.Random(1)
-    found = [told(added, differ, rng) for _ in range(runs)]
-    tenths = quantiles(found, n=10)
+    results = [told(added, differ, rng) for _ in range(runs)]
+    tenths = quantiles(results, n=10)
     return {
         "added": added,
         "differ": differ,
-        "counted": round(sum(each > 0 for each in found) / runs, 3),
-        "mean": round(mean(found), 4),
-        "median": round(median(found), 4),
+        "counted": round(sum(item > 0 for item in results) / runs, 3),
+        "mean": round(mean(results), 4),
+        "median": round(median(results), 4),
         "tenth": round(tenths[0], 4),
         "nine_tenths": round(tenths[-1], 4),
     }
 
 
 def main(argv: list[str] | None = None) -> int:
-    made = argparse.ArgumentParser(description=__doc__, epilog=_EXAMPLE)
-    made.add_argument("--runs", type=int, default=1500, help="drawn for each line (default 1500)")
-    made.add_argument("--write", action="store_true", help="keep the JSON in results/")
-    made.add_argument("--out", type=Path, default=RESULTS)
-    options = made.parse_args(argv)
+    parser = argparse.ArgumentParser(description=__doc__, epilog=_EXAMPLE)
+    parser.add_argument("--runs", type=int, default=1500, help="drawn for each line (default 1500)")
+    parser.add_argument("--write", action="store_true", help="keep the JSON in results/")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args(argv)
     rows = [row(added, differ, options.runs) for added in ADDED for differ in DIFFER]
     shown = Table(title=f"{CHECKPOINTS} checkpoints, {options.runs} runs each", title_justify="left")
     for column in ("copying adds", "iterations differ by", "counted in", "taken for", "10 % to 90 %", "mean"):

@@ -166,12 +166,12 @@ def reached_in(path: str) -> int:
 
 def lives_of(path: str) -> list[Events]:
     """Returns the events of each life in a log."""
-    found: list[list[dict[str, Any]]] = []
+    results: list[list[dict[str, Any]]] = []
     for line in _events(path):
         if line["event"] == "begin":
-            found.append([])
-        found[-1].append(line)
-    return list(found)
+            results.append([])
+        results[-1].append(line)
+    return list(results)
 
 
 def iteration_secs(lives: Sequence[Events]) -> float:

@@ -41,10 +41,10 @@ def recovery(scratch: Path, order: Mapping[str, Any], way: str) -> dict[str, flo
     """One death and the start after it. Seconds count from the kill, so that they hold what survivors seal, and the
     start of all processes."""
     with tempfile.TemporaryDirectory(dir=scratch) as root:
-        told = {**order, "root": root, "way": way}
-        gathered(_RANK, {**told, "what": "die"}, STAGES, scratch, _TIMEOUT_SECS, killed=True)
+        full_order = {**order, "root": root, "way": way}
+        gathered(_RANK, {**full_order, "what": "die"}, STAGES, scratch, _TIMEOUT_SECS, killed=True)
         killed = float(Path(root, KILLED).read_text())
-        _, ranks = gathered(_RANK, {**told, "what": "come back"}, STAGES, scratch, _TIMEOUT_SECS)
+        _, ranks = gathered(_RANK, {**full_order, "what": "come back"}, STAGES, scratch, _TIMEOUT_SECS)
     started, resumed, new = (max(rank[name] for rank in ranks) for name in ("started", "resumed", "new"))
     return {
         "start_secs": started - killed,
@@ -60,10 +60,10 @@ def logging_cost(scratch: Path, order: Mapping[str, Any]) -> dict[str, Any]:
     """Of an iteration: with a log over without, by the slowest rank, and bytes of each rank's log."""
     _, ranks = gathered(_RANK, {**order, "way": LOGGED, "what": "overhead"}, STAGES, scratch, _TIMEOUT_SECS)
     walls: dict[bool, list[float]] = {False: [], True: []}
-    for each in zip(*(rank["iterations"] for rank in ranks), strict=True):
-        walls[each[0][0]].append(max(secs for _, secs in each))
+    for pair in zip(*(rank["iterations"] for rank in ranks), strict=True):
+        walls[pair[0][0]].append(max(secs for _, secs in pair))
     return {
-        "ms": {str(logged): 1e3 * median(found) for logged, found in walls.items()},
+        "ms": {str(logged): 1e3 * median(result) for logged, result in walls.items()},
         "of_none": median(walls[True]) / median(walls[False]),
         "nbytes": [rank["nbytes"] for rank in ranks],
     }
@@ -78,21 +78,21 @@ def formula(order: Mapping[str, Any]) -> list[int]:
 def table(facts: Mapping[str, Any]) -> Table:
     """One row for each way: medians of the rounds."""
     title = f"PP{STAGES}, W={facts['window']}, rank {VICTIM} killed in iteration {facts['done'] + 1}"
-    made = Table(title=title, title_justify="left")
+    grid = Table(title=title, title_justify="left")
     for heading in ("", "rank-iterations again", "start s", "load s", "replay s", "from the kill s", "of all"):
-        made.add_column(heading, justify="right" if heading else "left")
-    whole = median(each["secs"] for each in facts["found"][next(iter(WAYS))])
+        grid.add_column(heading, justify="right" if heading else "left")
+    whole = median(item["secs"] for item in facts["found"][next(iter(WAYS))])
     for way, rounds in facts["found"].items():
         again, secs = (median(each[name] for each in rounds) for name in ("again", "secs"))
         phases = (median(each[name] for each in rounds) for name in ("start_secs", "load_secs", "again_secs"))
-        cells = [f"{again:.0f}", *(f"{each:.2f}" for each in phases), f"{secs:.2f}", f"{secs / whole:.2f}"]
-        made.add_row(way, *cells)
+        cells = [f"{again:.0f}", *(f"{phase:.2f}" for phase in phases), f"{secs:.2f}", f"{secs / whole:.2f}"]
+        grid.add_row(way, *cells)
     log = facts["log"]
-    made.caption = (
+    grid.caption = (
         f"an iteration with a log takes {log['of_none']:.3f} of one without; it has "
         f"{sum(log['nbytes']) / 1024:.0f} KiB in all, {sum(log['nbytes']) / sum(facts['formula']):.3f} of the formula's"
     )
-    return made
+    return grid
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -118,11 +118,11 @@ def main(argv: list[str] | None = None) -> int:
     facts: dict[str, Any] = {"machine": report.machine(), **order, "found": {way: [] for way in WAYS}}
     facts["formula"] = formula(order)
     console = Console(width=None if sys.stdout.isatty() else 150)
-    with tempfile.TemporaryDirectory(dir=args.directory, prefix="localized_") as place:
+    with tempfile.TemporaryDirectory(dir=args.directory, prefix="localized_") as scratch:
         for _ in range(args.rounds):
             for way in WAYS:
-                facts["found"][way].append(recovery(Path(place), order, way))
-        facts["log"] = logging_cost(Path(place), order)
+                facts["found"][way].append(recovery(Path(scratch), order, way))
+        facts["log"] = logging_cost(Path(scratch), order)
     if args.json:
         print(json.dumps(facts))
     else:

@@ -86,9 +86,9 @@ def come_back(stage: Stage, order: Mapping[str, Any], rank: int, started: float)
     while done <= order["done"]:
         done, consumed = iterate(stage, ckpt, done, consumed)
         again += done <= order["done"]
-    found = {"started": started, "resumed": resumed, "new": time.monotonic(), "again": again}
+    results = {"started": started, "resumed": resumed, "new": time.monotonic(), "again": again}
     ckpt.finish()
-    return found
+    return results
 
 
 def overhead(stage: Stage, order: Mapping[str, Any], rank: int) -> dict[str, Any]:
@@ -96,19 +96,19 @@ def overhead(stage: Stage, order: Mapping[str, Any], rank: int) -> dict[str, Any
     ckpt = attached(stage, order, rank)
     done = consumed = ckpt.resume().iteration
     boundary = ckpt.upstream.boundary
-    log, found, nbytes = boundary._log, list[tuple[bool, float]](), 0
+    log, result, nbytes = boundary._log, list[tuple[bool, float]](), 0
     for block in range(order["cycles"] * len(ORDER)):
         logged = ORDER[block % len(ORDER)]
-        for place in range(BLOCK):
+        for position in range(BLOCK):
             boundary._log = log if logged else None
             began = time.perf_counter()
             done, consumed = iterate(stage, ckpt, done, consumed)
-            if place:
-                found.append((logged, time.perf_counter() - began))
+            if position:
+                result.append((logged, time.perf_counter() - began))
                 nbytes = max(nbytes, log._sizes.get(done, 0)) if logged else nbytes
     boundary._log = log
     ckpt.finish()
-    return {"iterations": found, "nbytes": nbytes}
+    return {"iterations": result, "nbytes": nbytes}
 
 
 def main(argv: list[str]) -> int:

@@ -83,7 +83,7 @@ def simulate(policy: Policy, work: Workload, seed: int) -> Outcome:
     """One run; the same seed gives the same routing and the same failures, whatever the policy."""
     rng = np.random.default_rng(seed)
     shares = work.popularity(rng)
-    found = skewness(shares)
+    result = skewness(shares)
     run = SimulatedRun(policy, catalog(work.layers, work.experts), work.ranks)
     history, saved = [], 0
     for step in range(work.steps):
@@ -98,7 +98,7 @@ def simulate(policy: Policy, work: Workload, seed: int) -> Outcome:
         history.append((step, run.run_ledger.tokens.plt, plan.k or 0))
     tokens = run.run_ledger.tokens
     return Outcome(
-        found, tokens.lost_tokens, tokens.plt, len(tokens.faults), tuple(history), saved / work.steps / work.layers
+        result, tokens.lost_tokens, tokens.plt, len(tokens.faults), tuple(history), saved / work.steps / work.layers
     )
 
 
@@ -106,22 +106,22 @@ def compare(shapes: Sequence[tuple[int, int, int, int]], work: Mapping[str, Any]
     """One row per shape and skewness: lost tokens of every selector over those of ``sequential``."""
     rows = []
     for layers, experts, k, ranks in shapes:
-        for wanted in SKEWNESS:
-            load = Workload(layers, experts, ranks, wanted, **work)
+        for target in SKEWNESS:
+            load = Workload(layers, experts, ranks, target, **work)
             runs = {s: [simulate(MoC(k=k, selector=s), load, seed) for seed in range(seeds)] for s in SELECTORS}
             lost = {s: sum(o.lost_tokens for o in outcomes) for s, outcomes in runs.items()}
             base, others = runs["sequential"], [s for s in runs if s != "sequential"]
-            each = {
+            item = {
                 s: [o.lost_tokens / max(b.lost_tokens, 1) for o, b in zip(runs[s], base, strict=True)] for s in runs
             }
             rows.append(
                 {
-                    "layers": layers, "experts": experts, "k": k, "ranks": ranks, "wanted_skewness": wanted,
+                    "layers": layers, "experts": experts, "k": k, "ranks": ranks, "wanted_skewness": target,
                     "skewness": round(float(np.mean([o.skewness for o in base])), 4),
                     "faults": [o.faults for o in base],
                     "plt": {s: round(float(np.mean([o.plt for o in runs[s]])), 5) for s in runs},
                     "lost_over_sequential": {s: round(lost[s] / max(lost["sequential"], 1), 4) for s in others},
-                    "range_over_seeds": {s: [round(min(each[s]), 4), round(max(each[s]), 4)] for s in others},
+                    "range_over_seeds": {s: [round(min(item[s]), 4), round(max(item[s]), 4)] for s in others},
                 }
             )  # fmt: skip
     return rows
@@ -132,14 +132,14 @@ def planning_ms(repeats: int = 30) -> dict[str, dict[str, float]]:
 
     At the start of a run, when a budget makes checkpoints hold most experts.
     """
-    found: dict[str, dict[str, float]] = {}
+    results: dict[str, dict[str, float]] = {}
     for layers, experts, ranks in PLANNED:
         rng = np.random.default_rng(0)
         shares = rng.dirichlet(np.full(experts, 0.2), layers)
         kinds = {s: MoC(selector=s) for s in SELECTORS} | {
             f"{s}, snapshot_k=8, plt_budget": MoC(selector=s, snapshot_k=8, plt_budget=0.05) for s in SELECTORS
         }
-        grid = found.setdefault(f"{layers} x {experts} / {ranks}", {})
+        grid = results.setdefault(f"{layers} x {experts} / {ranks}", {})
         for name, policy in kinds.items():
             run = SimulatedRun(policy, catalog(layers, experts), ranks)
             times = []
@@ -151,7 +151,7 @@ def planning_ms(repeats: int = 30) -> dict[str, dict[str, float]]:
                 policy.plan(context)
                 times.append((time.thread_time() - began) * 1e3)
             grid[name] = round(median(times[3:]), 3)
-    return found
+    return results
 
 
 def _table(rows: Sequence[Mapping[str, Any]]) -> Table:
@@ -192,7 +192,7 @@ def rare_storage(work: Mapping[str, Any], intervals: Sequence[int] = (1, 10, 50)
     The budget bounds what storage lacks, while memory that outlives the process has a checkpoint of each step (MoC,
     ``plt_budget=0.05``, 8 experts, K = 1). Nothing fails.
     """
-    found = {}
+    results = {}
     for every in intervals:
         load = Workload(**work)
         rng = np.random.default_rng(0)
@@ -202,8 +202,8 @@ def rare_storage(work: Mapping[str, Any], intervals: Sequence[int] = (1, 10, 50)
         for _ in range(SPANS[-1][1]):
             plan = run.step(rng.multinomial(load.tokens, shares))
             held.append(sum(op.startswith("expert/") for op in plan.full) / load.layers)
-        found[str(every)] = [round(float(np.mean(held[first - 1 : last])), 2) for first, last in SPANS]
-    return found
+        results[str(every)] = [round(float(np.mean(held[first - 1 : last])), 2) for first, last in SPANS]
+    return results
 
 
 def plot(path: Path, rows: Sequence[Mapping[str, Any]], runs: Mapping[str, Outcome]) -> bool:
@@ -258,15 +258,17 @@ def plot(path: Path, rows: Sequence[Mapping[str, Any]], runs: Mapping[str, Outco
 
 
 def main(argv: list[str] | None = None) -> int:
-    made = argparse.ArgumentParser(description=__doc__, epilog=_EXAMPLE)
-    made.add_argument("--seeds", type=int, default=3)
-    made.add_argument("--steps", type=int, default=1000, help="iterations per run, those done again included")
-    made.add_argument("--mtbf-steps", type=int, default=50, help="mean iterations between failures")
-    made.add_argument("--shapes", type=int, default=len(SHAPES), help="how many of the shapes")
-    made.add_argument("--write", action="store_true", help="keep the JSON in results/ and the picture in docs/images/")
-    made.add_argument("--out", type=Path, default=report.RESULTS)
-    made.add_argument("--picture", type=Path, default=PICTURE)
-    options = made.parse_args(argv)
+    parser = argparse.ArgumentParser(description=__doc__, epilog=_EXAMPLE)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=1000, help="iterations per run, those done again included")
+    parser.add_argument("--mtbf-steps", type=int, default=50, help="mean iterations between failures")
+    parser.add_argument("--shapes", type=int, default=len(SHAPES), help="how many of the shapes")
+    parser.add_argument(
+        "--write", action="store_true", help="keep the JSON in results/ and the picture in docs/images/"
+    )
+    parser.add_argument("--out", type=Path, default=report.RESULTS)
+    parser.add_argument("--picture", type=Path, default=PICTURE)
+    options = parser.parse_args(argv)
     console = Console(width=None if sys.stdout.isatty() else 150)
     work = {"steps": options.steps, "mtbf_steps": options.mtbf_steps}
     with console.status("selectors"):
@@ -279,8 +281,8 @@ def main(argv: list[str] | None = None) -> int:
                       f"{run.saved_per_layer:.1f} experts saved per layer and checkpoint")  # fmt: skip
     rare = rare_storage(work)
     for every, means in rare.items():
-        said = ", ".join(f"{mean:.1f} in steps {a} to {b}" for mean, (a, b) in zip(means, SPANS, strict=True))
-        console.print(f"storage every {every} steps, memory at each: experts per layer and checkpoint {said}")
+        text = ", ".join(f"{mean:.1f} in steps {a} to {b}" for mean, (a, b) in zip(means, SPANS, strict=True))
+        console.print(f"storage every {every} steps, memory at each: experts per layer and checkpoint {text}")
     planned = planning_ms()
     for grid, times in planned.items():
         for name, ms in times.items():

@@ -181,7 +181,7 @@ class Measurements:
 
 
 def measure(
-    found: Measurements,
+    measurements: Measurements,
     contestants: Sequence[Contestant],
     module: Model,
     batch: int,
@@ -198,18 +198,18 @@ def measure(
     """
     progress("warm-up")
     run_once(Reference(), module, batch, Shape(1, 1, 0, 0), home / "warm-up")
-    found.state_nbytes = sum(t.nbytes for t in module.state_tensors())
+    measurements.state_nbytes = sum(t.nbytes for t in module.state_tensors())
     for number in range(rounds):
-        found.memcpy.append(memcpy_secs(module))
+        measurements.memcpy.append(memcpy_secs(module))
         first = number * len(contestants) // rounds
         for contestant in [*contestants[first:], *contestants[:first]]:
-            if contestant.name in found.failed:
+            if contestant.name in measurements.failed:
                 continue
             progress(f"round {number + 1} of {rounds}: {contestant.name}")
-            with found.failed.of(contestant.name):
+            with measurements.failed.of(contestant.name):
                 directory = home / f"{number}_{contestants.index(contestant)}"
-                found.samples.append(run_once(contestant, module, batch, shape, directory))
-            if contestant.name in found.failed:
-                with found.failed.of(contestant.name):
+                measurements.samples.append(run_once(contestant, module, batch, shape, directory))
+            if contestant.name in measurements.failed:
+                with measurements.failed.of(contestant.name):
                     contestant.close()
             keep()

@@ -80,19 +80,19 @@ ATTACH: list[Watched] = [
 
 def measure(case: Case, rank: Rank, steps: int, home: Path, tell: Callable[[str], None]) -> dict[str, Any]:
     """JSON-ready: "policies" and "attach", milliseconds."""
-    found: dict[str, Any] = {"policies": {}, "attach": {}}
+    results: dict[str, Any] = {"policies": {}, "attach": {}}
     for name, policy in POLICIES.items():
         tell(name)
-        with _attached(case, rank, policy, home / "ours", found["attach"]) as ours:
-            found["policies"][name] = _steps(rank, ours, steps)
-            found["local_operators"] = len(ours.session._resources.pipeline.compiler._local.local_rows)
-            found["operators"] = len(ours.session.catalog.operators)
-    return found
+        with _attached(case, rank, policy, home / "ours", results["attach"]) as ours:
+            results["policies"][name] = _steps(rank, ours, steps)
+            results["local_operators"] = len(ours.session._resources.pipeline.compiler._local.local_rows)
+            results["operators"] = len(ours.session.catalog.operators)
+    return results
 
 
 @contextmanager
 def _attached(
-    case: Case, rank: Rank, policy: Policy, directory: Path, told: dict[str, Any]
+    case: Case, rank: Rank, policy: Policy, directory: Path, summary: dict[str, Any]
 ) -> Iterator[checkpoint.MegatronCheckpoint]:
     """Attached, with times and bytes of the quickest ``attach`` so far in ``told``."""
     watch = Stopwatch()
@@ -104,7 +104,7 @@ def _attached(
         try:
             ours.resume()
             ours.begin_training()
-            _note(told, took, watch.take(), comm)
+            _note(summary, took, watch.take(), comm)
             yield ours
         finally:
             ours.close(60.0)
@@ -112,13 +112,13 @@ def _attached(
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def _note(told: dict[str, Any], took: float, parts: dict[str, float], comm: ActedCommunicator) -> None:
-    if took * 1e3 >= told.get("total_ms", float("inf")):
+def _note(summary: dict[str, Any], took: float, parts: dict[str, float], comm: ActedCommunicator) -> None:
+    if took * 1e3 >= summary.get("total_ms", float("inf")):
         return
     parts["exchange, merge"] -= comm.secs
     parts["rest"] = took - sum(parts.values())
     digests = 16 * comm.world_size
-    told.update(
+    summary.update(
         total_ms=round(took * 1e3, 2),
         parts_ms={label: round(secs * 1e3, 2) for label, secs in parts.items()},
         told_bytes=comm.sent,

@@ -49,33 +49,33 @@ class Way:
 
 
 def ways(precision: str) -> dict[str, Way]:
-    found = {
+    results = {
         "default": Way(),
         "constant structure": Way(constant=True),
         "constant structure, fully parallel": Way(constant=True, parallel=True),
         "constant structure, one key per expert": Way(constant=True, singleton=True),
     }
     if precision == "bf16":
-        found["as the last, any layout"] = Way(constant=True, singleton=True, sharding="fully_reshardable")
-    return found
+        results["as the last, any layout"] = Way(constant=True, singleton=True, sharding="fully_reshardable")
+    return results
 
 
 def measure(
     case: Case, rank: Rank, saves: int, most_secs: float, home: Path, tell: Callable[[str], None]
 ) -> dict[str, Any]:
     """Way -> milliseconds, or why there are none. At least one save is counted, at most ``saves`` or ``most_secs``."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     _agree_on_common_state()
     for name, way in ways(case.precision).items():
         tell(f"peer: {name}")
-        failures, directory = Failures(), home / f"peer_{len(found)}"
+        failures, directory = Failures(), home / f"peer_{len(results)}"
         with failures.of(name):
-            found[name] = _saves(case, rank, way, saves, most_secs, directory)
+            results[name] = _saves(case, rank, way, saves, most_secs, directory)
         for why in failures.reasons.values():
-            found[name] = {"not_run": why}
+            results[name] = {"not_run": why}
             shutil.rmtree(directory, ignore_errors=True)
         gc.collect()
-    return found
+    return results
 
 
 def _saves(case: Case, rank: Rank, way: Way, saves: int, most_secs: float, directory: Path) -> dict[str, Any]:
@@ -94,7 +94,7 @@ def _saves(case: Case, rank: Rank, way: Way, saves: int, most_secs: float, direc
         shutil.rmtree(directory)
         if times and time.perf_counter() - began > most_secs:
             break
-    model, optimizer, saving = (list(each) for each in zip(*times, strict=True))
+    model, optimizer, saving = (list(pair) for pair in zip(*times, strict=True))
     return {
         "wall_ms": medians([sum(taken) for taken in times]),
         "cpu_ms": medians(cpu),

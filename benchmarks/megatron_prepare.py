@@ -67,36 +67,40 @@ class Asked:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    command_line = argparse.ArgumentParser(
         prog="megatron_prepare.py",
         description=__doc__,
         epilog=_EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.add_argument("--grid", nargs="+", default=GRIDS, metavar="LxE", help=f"default: {' '.join(GRIDS)}")
-    made.add_argument(
+    command_line.add_argument("--grid", nargs="+", default=GRIDS, metavar="LxE", help=f"default: {' '.join(GRIDS)}")
+    command_line.add_argument(
         "--ep", nargs="+", type=int, default=None, help=f"of every grid; default: 8, and {EPS} of {_EPS_GRID}"
     )
-    made.add_argument("--precision", nargs="+", choices=("fp32", "bf16"), default=("fp32", "bf16"))
-    made.add_argument("--steps", type=int, default=12, help="counted steps of each policy (default 12)")
-    made.add_argument("--peer-saves", type=int, default=10, help="counted saves of the peer, 0 for none (default 10)")
-    made.add_argument("--peer-secs", type=float, default=60.0, help="fewer of them after so long (default 60)")
-    made.add_argument(
+    command_line.add_argument("--precision", nargs="+", choices=("fp32", "bf16"), default=("fp32", "bf16"))
+    command_line.add_argument("--steps", type=int, default=12, help="counted steps of each policy (default 12)")
+    command_line.add_argument(
+        "--peer-saves", type=int, default=10, help="counted saves of the peer, 0 for none (default 10)"
+    )
+    command_line.add_argument("--peer-secs", type=float, default=60.0, help="fewer of them after so long (default 60)")
+    command_line.add_argument(
         "--memory-gib",
         type=int,
         default=14,
         help="address space of a rank, beside what is reserved for checkpoints (default 14)",
     )
-    made.add_argument("--quick", action="store_true", help="4x8 only, few steps: to see that it runs")
-    made.add_argument("--dir", type=Path, default=None, help="where checkpoints are written (default: /dev/shm)")
-    made.add_argument("--write", action="store_true", help="keep JSON, tables and the picture in results/")
-    made.add_argument("--out", type=Path, default=RESULTS, help="another directory for --write")
-    return made
+    command_line.add_argument("--quick", action="store_true", help="4x8 only, few steps: to see that it runs")
+    command_line.add_argument(
+        "--dir", type=Path, default=None, help="where checkpoints are written (default: /dev/shm)"
+    )
+    command_line.add_argument("--write", action="store_true", help="keep JSON, tables and the picture in results/")
+    command_line.add_argument("--out", type=Path, default=RESULTS, help="another directory for --write")
+    return command_line
 
 
 def cases(options: argparse.Namespace) -> list[Asked]:
     """Raises ``SystemExit`` for a grid that is not written ``LxE``, or experts that EP does not divide."""
-    found = []
+    results = []
     for grid in ("4x8",) if options.quick else options.grid:
         try:
             layers, experts = map(int, grid.split("x"))
@@ -105,8 +109,8 @@ def cases(options: argparse.Namespace) -> list[Asked]:
         for ep in options.ep or (EPS if grid == _EPS_GRID and not options.quick else (_GRID_EP,)):
             if ep < 2 or experts % ep:
                 raise SystemExit(f"--ep {ep}: of at least 2, and a divisor of the experts of --grid {grid}")
-            found += [Asked(layers, experts, ep, precision) for precision in options.precision]
-    return found
+            results += [Asked(layers, experts, ep, precision) for precision in options.precision]
+    return results
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -116,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     asked = cases(options)
     console = Console(width=None if sys.stdout.isatty() else 150)
     began = time.monotonic()
-    found: list[dict[str, Any]] = []
+    results: list[dict[str, Any]] = []
     words = sys.argv[1:] if argv is None else argv
     content: dict[str, Any] = {
         "command": " ".join(["python benchmarks/megatron_prepare.py", *words]),
@@ -125,18 +129,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     with _progress(console, len(asked)) as tell, tempfile.TemporaryDirectory(prefix="moe_ckpt_bench_") as told:
         for number, case in enumerate(asked):
             tell(str(case))
-            found.append(run(case, options, Path(told) / f"{number}.json"))
-            content |= {"took_secs": round(time.monotonic() - began), "cases": found}
+            results.append(run(case, options, Path(told) / f"{number}.json"))
+            content |= {"took_secs": round(time.monotonic() - began), "cases": results}
             if options.write:
                 write_json(options.out / "megatron_prepare.json", content)
-    lines = megatron_report.lines(found)
+    lines = megatron_report.lines(results)
     print("\n".join(lines))
     if options.write:
         facts = f"`{content['command']}`, {content['machine']}"
         (options.out / "megatron_prepare.md").write_text("\n".join([*lines, "", facts, ""]))
-        drawn = megatron_report.plot(options.out / "megatron_prepare.png", found)
+        drawn = megatron_report.plot(options.out / "megatron_prepare.png", results)
         console.print(f"written to {os.path.relpath(options.out)}" + ("" if drawn else "; no picture"))
-    return 1 if any("failed" in case for case in found) else 0
+    return 1 if any("failed" in case for case in results) else 0
 
 
 def run(case: Asked, options: argparse.Namespace, out: Path) -> dict[str, Any]:
@@ -160,11 +164,11 @@ def run(case: Asked, options: argparse.Namespace, out: Path) -> dict[str, Any]:
         text=True,
         check=False,
     )
-    found: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {"case": asdict(case)}
+    result: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {"case": asdict(case)}
     if done.returncode:
-        said = (done.stderr.strip() or "(it said nothing)").splitlines()
-        found["failed"] = f"exit code {done.returncode}: {said[-1]}"
-    return found
+        message = (done.stderr.strip() or "(it said nothing)").splitlines()
+        result["failed"] = f"exit code {done.returncode}: {message[-1]}"
+    return result
 
 
 @contextmanager

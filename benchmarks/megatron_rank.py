@@ -33,21 +33,21 @@ def main(argv: list[str]) -> int:
     gc.collect()
     gc.freeze()
     gc.disable()
-    found: dict[str, Any] = {"case": options["case"], "load_before": os.getloadavg()[0]}
+    results: dict[str, Any] = {"case": options["case"], "load_before": os.getloadavg()[0]}
     with tempfile.TemporaryDirectory(prefix="moe_ckpt_bench_", dir=options["dir"]) as home:
         failures = Failures()
         with failures.of("ours"):
-            found["ours"] = megatron_ours.measure(case, rank, options["steps"], Path(home), _tell)
+            results["ours"] = megatron_ours.measure(case, rank, options["steps"], Path(home), _tell)
         if "ours" in failures:
-            found["failed"] = failures.reasons["ours"]
-        report.write_json(out, found)  # should the peer take all memory
+            results["failed"] = failures.reasons["ours"]
+        report.write_json(out, results)  # should the peer take all memory
         if options["peer_saves"]:
-            found["peer"] = megatron_peer.measure(
+            results["peer"] = megatron_peer.measure(
                 case, rank, options["peer_saves"], options["peer_secs"], Path(home), _tell
             )
-    found["load_after"] = os.getloadavg()[0]
-    found["resident_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 // report.MIB
-    report.write_json(out, found)
+    results["load_after"] = os.getloadavg()[0]
+    results["resident_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 // report.MIB
+    report.write_json(out, results)
     return 0
 
 

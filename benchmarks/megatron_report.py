@@ -9,25 +9,25 @@ from typing import Any
 Found = dict[str, Any]
 
 
-def lines(found: Sequence[Found]) -> list[str]:
+def lines(results: Sequence[Found]) -> list[str]:
     """Markdown."""
-    good = [case for case in found if "ours" in case]
+    good = [case for case in results if "ours" in case]
     return [
         *_ours_and_peer(good),
-        *_peers_ways(found),
+        *_peers_ways(results),
         *_growth(good),
         *_parts(good),
         *_attach(good),
-        *_failures(found),
+        *_failures(results),
     ]
 
 
-def _ours_and_peer(found: Sequence[Found]) -> list[str]:
-    names = list(found[0]["ours"]["policies"]) if found else []
+def _ours_and_peer(results: Sequence[Found]) -> list[str]:
+    names = list(results[0]["ours"]["policies"]) if results else []
     header = ["layers x experts", "EP", "precision", *names, "peer, default", "peer, quickest"]
     header += ["quickest over Dense", "over MoC", "default over Dense", "over MoC"]
     rows = []
-    for case in found:
+    for case in results:
         policies = case["ours"]["policies"]
         best, default = quickest(case), case.get("peer", {}).get("default", {})
         dense, moc = policies["Dense"], policies["MoC, K=1, sequential"]
@@ -58,9 +58,9 @@ def _ratio(peer: Found, own: Found) -> str:
     return f"{wall:.1f}x ({cpu:.1f}x)"
 
 
-def _peers_ways(found: Sequence[Found]) -> list[str]:
+def _peers_ways(results: Sequence[Found]) -> list[str]:
     rows = []
-    for case in found:
+    for case in results:
         for name, way in case.get("peer", {}).items():
             parts = way.get("parts_ms", {})
             reason = way.get("not_run")
@@ -71,9 +71,9 @@ def _peers_ways(found: Sequence[Found]) -> list[str]:
     return _table("The peer's ways, ms", header, rows) if rows else []
 
 
-def _growth(found: Sequence[Found]) -> list[str]:
+def _growth(results: Sequence[Found]) -> list[str]:
     rows = []
-    for case in found:
+    for case in results:
         ours = case["ours"]
         local, whole = ours["local_operators"], ours["operators"]
         dense = ours["policies"]["Dense"]["wall_ms"]["median"]
@@ -105,9 +105,9 @@ def _growth(found: Sequence[Found]) -> list[str]:
     return _table("Growth with what this rank writes", header, rows)
 
 
-def _parts(found: Sequence[Found]) -> list[str]:
+def _parts(results: Sequence[Found]) -> list[str]:
     shown = {}
-    for case in found:  # the largest of each precision at the grid's EP
+    for case in results:  # the largest of each precision at the grid's EP
         shown[case["case"]["precision"]] = case
     rows, labels = [], []
     for case in shown.values():
@@ -119,20 +119,20 @@ def _parts(found: Sequence[Found]) -> list[str]:
     return _table("Where ours goes, ms of wall time", ["layers x experts", "EP", "precision", "policy", *labels], rows)
 
 
-def _attach(found: Sequence[Found]) -> list[str]:
-    labels = list(dict.fromkeys(label for case in found for label in case["ours"]["attach"]["parts_ms"]))
+def _attach(results: Sequence[Found]) -> list[str]:
+    labels = list(dict.fromkeys(label for case in results for label in case["ours"]["attach"]["parts_ms"]))
     rows = []
-    for case in found:
+    for case in results:
         attach = case["ours"]["attach"]
-        told, received = (f"{attach[name] / 1000:,.0f}" for name in ("told_bytes", "received_bytes"))
+        sent, received = (f"{attach[name] / 1000:,.0f}" for name in ("told_bytes", "received_bytes"))
         parts = (_ms(attach["parts_ms"].get(label, 0.0)) for label in labels)
-        rows.append([*_name(case), _ms(attach["total_ms"]), *parts, told, received])
+        rows.append([*_name(case), _ms(attach["total_ms"]), *parts, sent, received])
     header = ["layers x experts", "EP", "precision", "attach", *labels, "kB told", "kB received"]
     return _table("Once, at attach, ms", header, rows)
 
 
-def _failures(found: Sequence[Found]) -> list[str]:
-    return [f"failed: {' '.join(_name(case))}: {case['failed']}" for case in found if "failed" in case]
+def _failures(results: Sequence[Found]) -> list[str]:
+    return [f"failed: {' '.join(_name(case))}: {case['failed']}" for case in results if "failed" in case]
 
 
 def _name(case: Found) -> list[str]:
@@ -160,7 +160,7 @@ def _table(title: str, header: Sequence[str], rows: Iterable[Sequence[str]]) -> 
     return [f"### {title}", "", "| " + " | ".join(header) + " |", "|" + "|".join(["---", *numbers]) + "|", *body, ""]
 
 
-def plot(path: Path, found: Sequence[Found]) -> bool:
+def plot(path: Path, results: Sequence[Found]) -> bool:
     """Milliseconds over experts per rank, one panel per precision; False without matplotlib or anything to draw."""
     try:
         import matplotlib
@@ -169,7 +169,7 @@ def plot(path: Path, found: Sequence[Found]) -> bool:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    good = [case for case in found if "ours" in case]
+    good = [case for case in results if "ours" in case]
     if not good:
         return False
     precisions = list(dict.fromkeys(case["case"]["precision"] for case in good))
@@ -187,16 +187,16 @@ def plot(path: Path, found: Sequence[Found]) -> bool:
     return True
 
 
-def _draw(panel: Any, found: Sequence[Found]) -> None:
-    places = range(len(found))
-    for name in found[0]["ours"]["policies"] if found else ():
-        times = [case["ours"]["policies"][name]["wall_ms"]["median"] for case in found]
+def _draw(panel: Any, results: Sequence[Found]) -> None:
+    places = range(len(results))
+    for name in results[0]["ours"]["policies"] if results else ():
+        times = [case["ours"]["policies"][name]["wall_ms"]["median"] for case in results]
         panel.plot(places, times, marker="o", label=f"moe_ckpt {name}")
-    for name in dict.fromkeys(way for case in found for way in case.get("peer", {})):
-        ways = [case.get("peer", {}).get(name, {}) for case in found]
+    for name in dict.fromkeys(way for case in results for way in case.get("peer", {})):
+        ways = [case.get("peer", {}).get(name, {}) for case in results]
         times = [way["wall_ms"]["median"] if "wall_ms" in way else float("nan") for way in ways]
         panel.plot(places, times, marker="x", linestyle="--", label=f"Megatron, {name}")
-    panel.set_xticks(list(places), [_name(case)[0] for case in found])
+    panel.set_xticks(list(places), [_name(case)[0] for case in results])
     panel.set_yscale("log")
     panel.set_xlabel("MoE layers x experts")
     panel.grid(linewidth=0.3)

@@ -145,7 +145,9 @@ class ActedCommunicator(ActedRank):
     def everyone(self, payload: bytes) -> list[bytes]:
         return [payload] * self.world_size
 
-    def swap(self, given: Mapping[int, Sequence[torch.Tensor]], expected: Mapping[int, Sequence[torch.Tensor]]) -> None:
+    def swap(
+        self, outgoing: Mapping[int, Sequence[torch.Tensor]], expected: Mapping[int, Sequence[torch.Tensor]]
+    ) -> None:
         raise NotImplementedError("nothing is recovered here")
 
     def share(self, payload: bytes, source: int) -> bytes:
@@ -200,16 +202,16 @@ def _held_by(own: Holding, ranks_on: int) -> Holding:
 
 
 def _renamed(tensor: HeldTensor, by: dict[str, int]) -> HeldTensor:
-    found = _EXPERT.fullmatch(tensor.name)
+    result = _EXPERT.fullmatch(tensor.name)
     layer, expert = tensor.owner
-    if found is None or layer is None or expert is None:
+    if result is None or layer is None or expert is None:
         return tensor
-    name = f"{found[1]}{int(found[2]) + by[layer]}{found[3]}"
+    name = f"{result[1]}{int(result[2]) + by[layer]}{result[3]}"
     return replace(tensor, name=name, owner=(layer, int(expert) + by[layer]))
 
 
 def medians(times: Sequence[float]) -> dict[str, float]:
     """JSON-ready milliseconds of times in seconds."""
     taken = np.asarray(times) * 1e3
-    least, middle, most = (round(float(found), 3) for found in np.quantile(taken, (0, 0.5, 1)))
+    least, middle, most = (round(float(result), 3) for result in np.quantile(taken, (0, 0.5, 1)))
     return {"median": middle, "min": least, "max": most, "n": len(times)}

@@ -66,7 +66,7 @@ def copies(mib: int, rounds: int, directory: Path) -> dict[str, list[float]]:
     nbytes = mib << 20
     source, target = (torch.ones(nbytes, dtype=torch.uint8) for _ in range(2))
     warm = room(directory / "warm", nbytes)
-    found: dict[str, list[float]] = {}
+    results: dict[str, list[float]] = {}
 
     def move(into: torch.Tensor) -> None:
         ctypes.memmove(into.data_ptr(), source.data_ptr(), nbytes)
@@ -98,10 +98,10 @@ def copies(mib: int, rounds: int, directory: Path) -> dict[str, list[float]]:
         for name, run in contestants.items():
             began = time.perf_counter()
             run()
-            found.setdefault(name, []).append(time.perf_counter() - began)
+            results.setdefault(name, []).append(time.perf_counter() - began)
     for name in ("warm", "sparse"):
         (directory / name).unlink()
-    return found
+    return results
 
 
 def _state(mib: int) -> StillState:
@@ -155,11 +155,11 @@ def recovery_secs(mib: int, directory: Path, *, memory: bool) -> float:
     """Seconds of one recovery, of a process that was killed."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["benchmarks.memory_slots"])  # to start a life in a tenth of a second, not in five
-    with tempfile.TemporaryDirectory(dir=directory) as place:
-        slots = str(Path(place, "memory")) if memory else None
+    with tempfile.TemporaryDirectory(dir=directory) as scratch:
+        slots = str(Path(scratch, "memory")) if memory else None
         if slots is not None:
             os.mkdir(slots)
-        store = str(Path(place, "store"))
+        store = str(Path(scratch, "store"))
         first = context.Process(target=first_life, args=(store, slots, mib))
         first.start()
         first.join()
@@ -180,26 +180,26 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--directory", type=Path, default=Path("/dev/shm"), help="a tmpfs, for slots and store")
     parser.add_argument("--write", action="store_true", help="keep every measurement in benchmarks/results")
     args = parser.parse_args(argv)
-    with tempfile.TemporaryDirectory(dir=args.directory) as place:
-        found = copies(args.mib, args.rounds, Path(place))
+    with tempfile.TemporaryDirectory(dir=args.directory) as scratch:
+        result = copies(args.mib, args.rounds, Path(scratch))
         recoveries: dict[str, list[float]] = {"own memory": [], "storage in the page cache": []}
         for _ in track(range(args.rounds), "kill and come back", console=Console(stderr=True), transient=True):
             for name, secs in recoveries.items():
-                secs.append(recovery_secs(args.mib, Path(place), memory=name == "own memory"))
+                secs.append(recovery_secs(args.mib, Path(scratch), memory=name == "own memory"))
     console = Console()
-    _show(console, f"{args.mib} MiB, median of {args.rounds}", found, found["memcpy, warm"])
+    _show(console, f"{args.mib} MiB, median of {args.rounds}", result, result["memcpy, warm"])
     _show(console, "resume_newest after kill -9", recoveries, recoveries["storage in the page cache"])
     if args.write:
-        facts = {"machine": report.machine(), "mib": args.mib, "copies": found, "recoveries": recoveries}
+        facts = {"machine": report.machine(), "mib": args.mib, "copies": result, "recoveries": recoveries}
         (report.RESULTS / "memory_slots.json").write_text(json.dumps(facts, indent=1) + "\n")
     return 0
 
 
-def _show(console: Console, title: str, found: dict[str, list[float]], reference: list[float]) -> None:
+def _show(console: Console, title: str, results: dict[str, list[float]], reference: list[float]) -> None:
     table = Table(title=title)
     for head in ("", "ms", "of the reference"):
         table.add_column(head, justify="left" if not head else "right")
-    for name, secs in found.items():
+    for name, secs in results.items():
         table.add_row(name, f"{1000 * median(secs):.1f}", f"{median(secs) / median(reference):.2f}")
     console.print(table)
 

@@ -97,9 +97,9 @@ def stalls(
         "ranks": ranks,
         "ways": [(name, ways[name]) for name in turned(list(ways), turn)],
     }
-    found: Mapping[str, dict[str, float]] = run_ranks(scratch, order)[1][0]
+    result: Mapping[str, dict[str, float]] = run_ranks(scratch, order)[1][0]
     shutil.rmtree(root)
-    return found
+    return result
 
 
 def recoveries(scratch: Path, mib: int, turn: int) -> dict[str, dict[str, float]]:
@@ -109,24 +109,30 @@ def recoveries(scratch: Path, mib: int, turn: int) -> dict[str, dict[str, float]
     """
     root = scratch / "life"
     order = {"root": str(root), "mib": mib, "memory": WAYS["Memory(replicas=1), no storage"]}
-    found = {}
+    results = {}
     for name in turned(list(LOST), turn):
         root.mkdir()
         run_ranks(scratch, {**order, "job": "first"}, killed=True)
         for node in LOST[name]:
             shutil.rmtree(root / f"node_{node}")
         began, ranks = run_ranks(scratch, {**order, "job": "second"})
-        wanted = 1 if name == STORAGE else STEPS  # storage has the first step only, so that the step tells the source
-        if any(each["step"] != wanted for each in ranks):
-            raise RuntimeError(f"{name}: came back to steps {[each['step'] for each in ranks]}, not {wanted}")
-        marks = [began, *(max(reached) for reached in zip(*(each["marks"] for each in ranks), strict=True))]
+        expected = 1 if name == STORAGE else STEPS  # storage has the first step only, so that the step tells the source
+        if any(rank["step"] != expected for rank in ranks):
+            raise RuntimeError(f"{name}: came back to steps {[each['step'] for each in ranks]}, not {expected}")
+        marks = [began, *(max(reached) for reached in zip(*(rank["marks"] for rank in ranks), strict=True))]
         spans = dict(zip(SPANS, (after - before for before, after in pairwise(marks)), strict=True))
-        parts = {part: max(each["parts"][part] for each in ranks) for part in PARTS[1:]}
+        parts = {part: max(rank["parts"][part] for rank in ranks) for part in PARTS[1:]}
         parts["plan"] = spans["resume"] - sum(parts.values())
         back = spans["open"] + spans["resume"]
-        found[name] = {**spans, **parts, BACK: back, STARTED: back + spans["first step"], "total": marks[-1] - marks[0]}
+        results[name] = {
+            **spans,
+            **parts,
+            BACK: back,
+            STARTED: back + spans["first step"],
+            "total": marks[-1] - marks[0],
+        }
         shutil.rmtree(root)
-    return found
+    return results
 
 
 def sends(scratch: Path, args: argparse.Namespace) -> dict[str, list[float]]:
@@ -135,22 +141,22 @@ def sends(scratch: Path, args: argparse.Namespace) -> dict[str, list[float]]:
     root.mkdir()
     memory = WAYS["Memory(replicas=1), no storage"]
     order = {"job": "sends", "root": str(root), "mib": args.mib, "rounds": args.rounds, "memory": memory}
-    found: dict[str, list[float]] = run_ranks(scratch, order)[1][0]
+    result: dict[str, list[float]] = run_ranks(scratch, order)[1][0]
     shutil.rmtree(root)
-    return found
+    return result
 
 
 def _median(samples: Sequence[Mapping[str, float]], key: str) -> float:
-    return median(each[key] for each in samples)
+    return median(sample[key] for sample in samples)
 
 
-def stall_table(found: Stalls, title: str) -> Table:
+def stall_table(results: Stalls, title: str) -> Table:
     """Ratios against private memory; CPU beyond that of no checkpoint."""
-    idle = _median(found[IDLE], "cpu_secs")
-    reference = _median(found[PRIVATE], "stall_secs"), _median(found[PRIVATE], "cpu_secs") - idle
+    idle = _median(results[IDLE], "cpu_secs")
+    reference = _median(results[PRIVATE], "stall_secs"), _median(results[PRIVATE], "cpu_secs") - idle
     of = "of private"
     table = _table(title, "stall ms", of, "CPU ms", "beyond none", of, "to storage")
-    for name, samples in found.items():
+    for name, samples in results.items():
         stall, cpu = _median(samples, "stall_secs"), _median(samples, "cpu_secs")
         row = [f"{stall * 1e3:.2f}", "-", f"{cpu * 1e3:.1f}", f"{(cpu - idle) * 1e3:.1f}", "-"]
         if name != IDLE:
@@ -159,30 +165,32 @@ def stall_table(found: Stalls, title: str) -> Table:
     return table
 
 
-def recovery_table(found: Recoveries, title: str) -> Table:
+def recovery_table(results: Recoveries, title: str) -> Table:
     """Milliseconds of each span; ratios against storage."""
     keys = (*SPANS, "total")
     table = _table(title, *(f"{key} ms" for key in keys), *(f"{key} of storage" for key in RATIOS))
-    for name, samples in found.items():
-        of_storage = (_ratio(_median(samples, key), _median(found[STORAGE], key)) for key in RATIOS)
+    for name, samples in results.items():
+        of_storage = (_ratio(_median(samples, key), _median(results[STORAGE], key)) for key in RATIOS)
         table.add_row(name, *(f"{_median(samples, key) * 1e3:.0f}" for key in keys), *of_storage)
     return table
 
 
-def parts_table(found: Recoveries, title: str) -> Table:
+def parts_table(results: Recoveries, title: str) -> Table:
     """Milliseconds of each part of ``resume``."""
     table = _table(title, *(f"{part} ms" for part in PARTS))
-    for name, samples in found.items():
+    for name, samples in results.items():
         table.add_row(name, *(f"{_median(samples, part) * 1e3:.0f}" for part in PARTS))
     return table
 
 
-def sends_table(found: Mapping[str, Sequence[float]], title: str, mib: int) -> Table:
+def sends_table(results: Mapping[str, Sequence[float]], title: str, mib: int) -> Table:
     """Ratios against the bare bytes."""
     table = _table(title, "ms", "GB/s", "of loopback")
-    for name, secs in found.items():
+    for name, secs in results.items():
         speed = (mib << 20) / median(secs) / 1e9
-        table.add_row(name, f"{median(secs) * 1e3:.0f}", f"{speed:.2f}", _ratio(median(secs), median(found[LOOPBACK])))
+        table.add_row(
+            name, f"{median(secs) * 1e3:.0f}", f"{speed:.2f}", _ratio(median(secs), median(results[LOOPBACK]))
+        )
     return table
 
 
@@ -221,15 +229,15 @@ def main(argv: list[str] | None = None) -> int:
     three: Stalls = {name: [] for name in (IDLE, *THREE)}
     sent: dict[str, list[float]] = {SENT: [], LOOPBACK: []}
     recovered: dict[int, Recoveries] = {mib: {name: [] for name in LOST} for mib in args.recovery_mib or [args.mib]}
-    with tempfile.TemporaryDirectory(dir=args.directory, prefix="memory_tiers_") as place:
+    with tempfile.TemporaryDirectory(dir=args.directory, prefix="memory_tiers_") as scratch:
         for turn in range(args.rounds):
             for ways, ranks, costs in ((WAYS, RANKS, stalled), (THREE, 3, three)):
-                for name, cost in stalls(Path(place), args, turn, ways, ranks).items():
+                for name, cost in stalls(Path(scratch), args, turn, ways, ranks).items():
                     costs[name].append(cost)
             for mib, of_sources in recovered.items():
-                for name, spans in recoveries(Path(place), mib, turn).items():
+                for name, spans in recoveries(Path(scratch), mib, turn).items():
                     of_sources[name].append(spans)
-        for name, secs in sends(Path(place), args).items():
+        for name, secs in sends(Path(scratch), args).items():
             sent[name] += secs
     console = Console(width=None if sys.stdout.isatty() else 120)
     size = f"{args.mib} MiB per rank, {RANKS} ranks, medians of {args.rounds}"

@@ -43,19 +43,19 @@ def put(facts: Mapping[str, Any], page: Path = PAGE) -> None:
     text = page.read_text()
     for table in tables(facts):
         head = table[: table.index("|", 2) + 1]
-        found = re.findall(rf"^{re.escape(head)}.*\n(?:\|.*\n)*", text, flags=re.M)
-        if len(found) != 1:
-            raise ValueError(f"{page} has {len(found)} tables that begin with {head!r}, and is to have one")
-        text = text.replace(found[0], table)
+        result = re.findall(rf"^{re.escape(head)}.*\n(?:\|.*\n)*", text, flags=re.M)
+        if len(result) != 1:
+            raise ValueError(f"{page} has {len(result)} tables that begin with {head!r}, and is to have one")
+        text = text.replace(result[0], table)
     page.write_text(text)
 
 
-def _stalls(title: str, found: Mapping[str, Samples]) -> str:
+def _stalls(title: str, results: Mapping[str, Samples]) -> str:
     """Of each way but none: stall, CPU time beyond that of no checkpoint, and that as a part of private memory's."""
-    idle = _median(found[_IDLE], "cpu_secs")
-    private = _median(found[_PRIVATE], "cpu_secs") - idle
+    idle = _median(results[_IDLE], "cpu_secs")
+    private = _median(results[_PRIVATE], "cpu_secs") - idle
     rows = []
-    for name, samples in found.items():
+    for name, samples in results.items():
         beyond = _median(samples, "cpu_secs") - idle
         cells = f"{_median(samples, 'stall_secs') * 1e3:.1f}", f"{beyond * 1e3:.0f}", _ratio(beyond, private)
         if name != _IDLE:
@@ -65,23 +65,23 @@ def _stalls(title: str, found: Mapping[str, Samples]) -> str:
 
 def _said(way: str) -> str:
     """A way of saving, with code marked as such."""
-    found = re.sub(r"Memory\([^)]*\)", lambda match: f"`{match[0]}`", way)
-    return found.replace("DCP _ReplicationStager", "DCP's `_ReplicationStager`")
+    result = re.sub(r"Memory\([^)]*\)", lambda match: f"`{match[0]}`", way)
+    return result.replace("DCP _ReplicationStager", "DCP's `_ReplicationStager`")
 
 
-def _recoveries(title: str, found: Mapping[str, Samples]) -> str:
+def _recoveries(title: str, results: Mapping[str, Samples]) -> str:
     """Of each source: milliseconds of each span and of the parts of one, and what they are of storage's."""
     rows = []
-    for name, samples in found.items():
+    for name, samples in results.items():
         spans = (f"{_median(samples, key) * 1e3:.0f}" for key in _SPANS)
-        ratios = (_ratio(_median(samples, *keys), _median(found[_STORAGE], *keys)) for keys in _RATIOS.values())
+        ratios = (_ratio(_median(samples, *keys), _median(results[_STORAGE], *keys)) for keys in _RATIOS.values())
         rows.append([_LOST.get(name, name), *spans, *ratios])
     heads = (_HEADS.get(key, key) for key in _SPANS)
     return _table([title, *heads, *(f"{name}, of storage's" for name in _RATIOS)], rows)
 
 
 def _median(samples: Samples, *keys: str) -> float:
-    return median(sum(each[key] for key in keys) for each in samples)
+    return median(sum(sample[key] for key in keys) for sample in samples)
 
 
 def _ratio(value: float, reference: float) -> str:
@@ -90,6 +90,6 @@ def _ratio(value: float, reference: float) -> str:
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     lines = [heads, ["---", *["--:"] * (len(heads) - 1)], *rows]
-    said = ["| " + " | ".join(cells) + " |" for cells in lines]
-    said[1] = said[1].replace(" ", "")
-    return "\n".join(said) + "\n"
+    text = ["| " + " | ".join(cells) + " |" for cells in lines]
+    text[1] = text[1].replace(" ", "")
+    return "\n".join(text) + "\n"

@@ -61,7 +61,7 @@ class Shard(StillState):
         mine = _EXPERTS // ranks
         with torch.device("meta"):
             whole = synthetic(_LAYERS, _EXPERTS, (mib << 20) // (3 * 4 * _LAYERS * mine))
-        super().__init__(whole.catalog, [_rows(each, rank * mine, mine) for each in whole.tensors()])
+        super().__init__(whole.catalog, [_rows(tensor, rank * mine, mine) for tensor in whole.tensors()])
 
     def update(self, step: int) -> None:
         """One element of each tensor tells the step, the others do not change: no compute that hides a copy's cost."""
@@ -193,7 +193,7 @@ def stalls(order: Mapping[str, Any], rank: int) -> dict[str, Any]:
         _compute(secs)
         state.update(step)
     idle = {"stall_secs": 0.0, "cpu_secs": (time.process_time() - before) / count, "to_storage": 0}
-    found = {order["idle"]: idle}
+    results = {order["idle"]: idle}
     for name, memory in order["ways"]:
         _forget_peak()
         run = Stager(root, state) if memory == STAGER else Life(root, state, memory)
@@ -203,7 +203,7 @@ def stalls(order: Mapping[str, Any], rank: int) -> dict[str, Any]:
         before = time.process_time()
         records = [run.train(secs) for _ in range(count)]
         run.wait()
-        found[name] = {
+        results[name] = {
             "stall_secs": median(stall for stall, _ in records),
             "cpu_secs": (time.process_time() - before) / count,
             "to_storage": sum(to_storage for _, to_storage in records),
@@ -214,7 +214,7 @@ def stalls(order: Mapping[str, Any], rank: int) -> dict[str, Any]:
             shutil.rmtree(root)
             root.mkdir()
         dist.barrier()
-    return found
+    return results
 
 
 def first_life(order: Mapping[str, Any], rank: int) -> None:
@@ -257,7 +257,7 @@ def second_life(order: Mapping[str, Any], rank: int, marks: list[float]) -> dict
 
 def spent_in(owner: type, name: str) -> list[float]:
     """Returns where from now on the seconds of each call of a method are noted."""
-    found: list[float] = []
+    results: list[float] = []
     method = getattr(owner, name)
 
     def timed(*args: Any, **kwargs: Any) -> Any:
@@ -265,10 +265,10 @@ def spent_in(owner: type, name: str) -> list[float]:
         try:
             return method(*args, **kwargs)
         finally:
-            found.append(time.monotonic() - began)
+            results.append(time.monotonic() - began)
 
     setattr(owner, name, timed)
-    return found
+    return results
 
 
 def sends(order: Mapping[str, Any], rank: int) -> dict[str, list[float]]:
@@ -282,29 +282,29 @@ def sends(order: Mapping[str, Any], rank: int) -> dict[str, list[float]]:
         raise RuntimeError("no copies on peers")
     share = _newest_share(tier.files.path, rank)
     plain = _Loopback(rank, share.memory)
-    found: dict[str, list[float]] = {SENT: [], LOOPBACK: []}
+    results: dict[str, list[float]] = {SENT: [], LOOPBACK: []}
     for number in range(order["rounds"] + 1):
         tier.replicator.store.mirrored(10_000 + number, {})  # nothing of it is taken from the holder's own tensors
         dist.barrier()
         began = time.monotonic()
         if rank == 0:
             tier.replicator.submit(10_000 + number, share).result()
-        found[SENT].append(time.monotonic() - began)
+        results[SENT].append(time.monotonic() - began)
         dist.barrier()
         tier.replicator.store.release_except({10_001 + number})
         dist.barrier()
         began = time.monotonic()
         plain.move()
-        found[LOOPBACK].append(time.monotonic() - began)
+        results[LOOPBACK].append(time.monotonic() - began)
     plain.close()
     life.end()
-    return {name: secs[1:] for name, secs in found.items()}  # the first one meets cold pages
+    return {name: secs[1:] for name, secs in results.items()}  # the first one meets cold pages
 
 
 def _newest_share(directory: Path, rank: int) -> SealedSlot:
     """What this rank saved last."""
     slots = [Slot.open(path.with_suffix("")) for path in directory.glob("*.head")]
-    slot, header = max((each for each in slots if each[1].rank == rank), key=lambda each: each[1].step)
+    slot, header = max((slot for slot in slots if slot[1].rank == rank), key=lambda item: item[1].step)
     end = max(part.begin + entry.end for part in header.parts for entry in header.slices(part, "a slot"))
     return SealedSlot(header.step, slot.memory[:end], read_header(slot.path))
 
@@ -315,9 +315,9 @@ class _Loopback:
     def __init__(self, rank: int, memory: torch.Tensor) -> None:
         self._is_source = rank == 0
         listener = socket.create_server(("127.0.0.1", 0))
-        told: list[Any] = [None, None]
-        dist.all_gather_object(told, (memory.numel(), listener.getsockname()[1]))
-        (nbytes, _), (_, port) = told
+        entries: list[Any] = [None, None]
+        dist.all_gather_object(entries, (memory.numel(), listener.getsockname()[1]))
+        (nbytes, _), (_, port) = entries
         self._view = memory.numpy().data if rank == 0 else memoryview(bytearray(nbytes))
         self._socket = socket.create_connection(("127.0.0.1", port)) if rank == 0 else listener.accept()[0]
         listener.close()
@@ -350,8 +350,10 @@ def main(argv: list[str]) -> int:
     if order["job"] == "first":
         first_life(order, rank)
     job = order["job"]
-    found = {"stalls": stalls, "sends": sends}[job](order, rank) if job != "second" else second_life(order, rank, marks)
-    return end(order, rank, found)
+    results = (
+        {"stalls": stalls, "sends": sends}[job](order, rank) if job != "second" else second_life(order, rank, marks)
+    )
+    return end(order, rank, results)
 
 
 if __name__ == "__main__":

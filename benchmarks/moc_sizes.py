@@ -105,15 +105,15 @@ def subject(variant: str = "tied") -> Subject:
 
 def _state(model: nn.Module) -> list[StateTensor]:
     """fp32 AdamW: weights, two moments, a step count."""
-    found = []
+    results = []
     for name, p in model.named_parameters():
         shape, zeros = tuple(p.shape), (0,) * p.ndim
-        found.append(StateTensor(f"model/{name}", name, p, zeros, shape))
+        results.append(StateTensor(f"model/{name}", name, p, zeros, shape))
         if p.requires_grad:
             for state in ("exp_avg", "exp_avg_sq"):
-                found.append(StateTensor(f"optim/0/{name}/{state}", name, p, zeros, shape))
-            found.append(StateTensor(f"optim/0/{name}/step", name, torch.empty((), device="meta"), (), ()))
-    return found
+                results.append(StateTensor(f"optim/0/{name}/{state}", name, p, zeros, shape))
+            results.append(StateTensor(f"optim/0/{name}/step", name, torch.empty((), device="meta"), (), ()))
+    return results
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class Peaks:
 
 
 def peaks(of: Subject, ranks: int, selector: str, k: int) -> Peaks:
-    found: dict[str, list[int]] = {name: [] for name in WAYS}
+    results: dict[str, list[int]] = {name: [] for name in WAYS}
     owners = expert_owners(of.catalog, everywhere(of.catalog.layers, ranks))
     units, rest = of.weights.units, of.non_expert_bytes
     equal = shares_adaptive(units, [0] * ranks, grain_bytes=rest)  # fixed, whatever experts a checkpoint holds
@@ -145,13 +145,13 @@ def peaks(of: Subject, ranks: int, selector: str, k: int) -> Peaks:
         for op in operators:
             if op in owners:
                 preload[owners[op]] += of.weights.experts[op]
-        found["every_rank_all"].append(rest + max(preload))
-        found["none"].append(max(preload[0] + rest, *preload))
-        found["equal"].append(max(loaded(units, writers, preload)))
-        found["whole_tensors"].append(max(shares_adaptive(units, preload, grain_bytes=rest).loads))
-        found["adaptive"].append(max(shares_adaptive(units, preload).loads))
-        found["lowest"].append(max(*preload, water_level(preload, rest)))
-    return Peaks(ranks, selector, **found)
+        results["every_rank_all"].append(rest + max(preload))
+        results["none"].append(max(preload[0] + rest, *preload))
+        results["equal"].append(max(loaded(units, writers, preload)))
+        results["whole_tensors"].append(max(shares_adaptive(units, preload, grain_bytes=rest).loads))
+        results["adaptive"].append(max(shares_adaptive(units, preload).loads))
+        results["lowest"].append(max(*preload, water_level(preload, rest)))
+    return Peaks(ranks, selector, **results)
 
 
 def loaded(units: Iterable[ShardingUnit], writers: Mapping[Any, int], preload: list[int]) -> list[int]:
@@ -209,11 +209,11 @@ def _show_sizes(console: Console, subjects: Mapping[str, Subject]) -> None:
     console.print("the paper: 323 M; K=1 {:.1%} of full, later version {:.1%}; {} x dense".format(*paper))
 
 
-def _show_peaks(console: Console, name: str, found: list[Peaks], k: int) -> None:
+def _show_peaks(console: Console, name: str, results: list[Peaks], k: int) -> None:
     shown = Table(title=f"{name}, K={k}: MiB of the busiest rank, mean (worst) of a round", title_justify="left")
     for column in ("ranks, selector", *WAYS.values(), "adaptive / equal"):
         shown.add_column(column, justify="right")
-    for p in found:
+    for p in results:
         cells = []
         for way in WAYS:
             values = [n / report.MIB for n in getattr(p, way)]
@@ -226,7 +226,7 @@ def _show_peaks(console: Console, name: str, found: list[Peaks], k: int) -> None
 def reconstruction(of: Subject, k: int = 1, ranks: int = 8) -> dict[str, float]:
     """The paper's figures, computed for one variant. Its setting: 8 ranks, sequential selection."""
     experts = of.catalog.layers[0].experts
-    found = peaks(of, ranks, "sequential", k)
+    result = peaks(of, ranks, "sequential", k)
     full_rank = of.non_expert_bytes + of.expert_bytes // ranks
     mean_rank = of.non_expert_bytes + of.expert_bytes * k // experts // ranks
     return {
@@ -234,48 +234,48 @@ def reconstruction(of: Subject, k: int = 1, ranks: int = 8) -> dict[str, float]:
         "times the dense model": of.size(experts) / of.dense_bytes,
         "K=1 of full": of.size(k) / of.size(experts),
         "K=1 with every rank writing all, of full": mean_rank / full_rank,
-        "K=1 sharded, busiest rank, of every rank writing all in full": mean(found.whole_tensors) / full_rank,
-        "adaptive to equal": max(found.whole_tensors) / max(found.equal),
+        "K=1 sharded, busiest rank, of every rank writing all in full": mean(result.whole_tensors) / full_rank,
+        "adaptive to equal": max(result.whole_tensors) / max(result.equal),
     }
 
 
-def _show_reconstruction(console: Console, found: Mapping[str, Mapping[str, float]]) -> None:
+def _show_reconstruction(console: Console, results: Mapping[str, Mapping[str, float]]) -> None:
     title = "the paper's figures, by what may have been saved; sharding without splits"
     shown = Table(title=title, title_justify="left")
     shown.add_column("")
-    for name in ("paper", *found):
+    for name in ("paper", *results):
         shown.add_column(name, justify="right")
-    for figure, told in PAPER.items():
-        values = [told, *(each[figure] for each in found.values())]
+    for figure, entry in PAPER.items():
+        values = [entry, *(item[figure] for item in results.values())]
         plain = {"parameters": "{:.3g}", "times the dense model": "{:.2f}"}.get(figure, "{:.1%}")
         shown.add_row(figure, *(plain.format(value) for value in values))
     console.print(shown)
 
 
 def main(argv: list[str] | None = None) -> int:
-    made = argparse.ArgumentParser(description=__doc__, epilog=_EXAMPLE)
-    made.add_argument("--k", type=int, default=1, help="experts per layer and checkpoint in the second table")
-    made.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
-    made.add_argument("--selectors", nargs="+", default=["sequential", "load_aware"])
-    made.add_argument("--write", action="store_true", help="keep the JSON in results/")
-    made.add_argument("--out", type=Path, default=report.RESULTS)
-    options = made.parse_args(argv)
+    parser = argparse.ArgumentParser(description=__doc__, epilog=_EXAMPLE)
+    parser.add_argument("--k", type=int, default=1, help="experts per layer and checkpoint in the second table")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--selectors", nargs="+", default=["sequential", "load_aware"])
+    parser.add_argument("--write", action="store_true", help="keep the JSON in results/")
+    parser.add_argument("--out", type=Path, default=report.RESULTS)
+    options = parser.parse_args(argv)
     console = Console(width=None if sys.stdout.isatty() else 150)
     subjects = {variant: subject(variant) for variant in VARIANTS}
     _show_sizes(console, subjects)
     for name, meaning in VARIANTS.items():
         console.print(f"  {name}: {meaning}", markup=False, highlight=False)
-    found = [peaks(subjects["tied"], r, s, options.k) for s in options.selectors for r in options.ranks]
-    _show_peaks(console, "tied", found, options.k)
+    measured = [peaks(subjects["tied"], r, s, options.k) for s in options.selectors for r in options.ranks]
+    _show_peaks(console, "tied", measured, options.k)
     figures = {name: reconstruction(of) for name, of in subjects.items()}
     _show_reconstruction(console, figures)
     if options.write:
-        report.write_json(options.out / "moc_sizes.json", _as_dict(subjects, found, figures, options.k))
+        report.write_json(options.out / "moc_sizes.json", _as_dict(subjects, measured, figures, options.k))
     return 0
 
 
 def _as_dict(
-    subjects: Mapping[str, Subject], found: list[Peaks], figures: Mapping[str, Mapping[str, float]], k: int
+    subjects: Mapping[str, Subject], results: list[Peaks], figures: Mapping[str, Mapping[str, float]], k: int
 ) -> dict[str, Any]:
     return {
         "paper": PAPER,
@@ -291,7 +291,7 @@ def _as_dict(
             }
             for name, of in subjects.items()
         },
-        "peaks": {"k": k, "model": "tied", "rounds": [asdict(p) for p in found]},
+        "peaks": {"k": k, "model": "tied", "rounds": [asdict(p) for p in results]},
     }
 
 

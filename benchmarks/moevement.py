@@ -45,29 +45,39 @@ RESULT = "moevement.json"
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    command_line = argparse.ArgumentParser(
         prog="moevement.py", description=__doc__, epilog=_EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    made.add_argument("--size", choices=sorted(SIZES), default="default", help="model (default: 412 MiB of state)")
-    made.add_argument("--batch", type=int, default=None, help="sequences per iteration: the length of an iteration")
-    made.add_argument("--window", type=int, default=3, help="W (default 3)")
-    made.add_argument("--interval", type=int, default=10, help="iterations between dense checkpoints (default 10)")
-    made.add_argument("--rounds", type=int, default=2, help="turns of every contestant (default 2)")
-    made.add_argument("--iterations", type=int, default=6, help="counted iterations with a checkpoint per turn")
-    made.add_argument("--kills", type=int, default=6, help="kill -9 per run (default 6)")
-    made.add_argument("--seed", type=int, default=1, help="when it is killed (default 1)")
-    made.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="some of the three measurements")
-    made.add_argument("--storage", choices=("memory", "disk"), default="memory", help="where to write")
-    made.add_argument("--dir", type=Path, default=None, help="write below this directory, not the default of --storage")
-    made.add_argument(
+    command_line.add_argument(
+        "--size", choices=sorted(SIZES), default="default", help="model (default: 412 MiB of state)"
+    )
+    command_line.add_argument(
+        "--batch", type=int, default=None, help="sequences per iteration: the length of an iteration"
+    )
+    command_line.add_argument("--window", type=int, default=3, help="W (default 3)")
+    command_line.add_argument(
+        "--interval", type=int, default=10, help="iterations between dense checkpoints (default 10)"
+    )
+    command_line.add_argument("--rounds", type=int, default=2, help="turns of every contestant (default 2)")
+    command_line.add_argument("--iterations", type=int, default=6, help="counted iterations with a checkpoint per turn")
+    command_line.add_argument("--kills", type=int, default=6, help="kill -9 per run (default 6)")
+    command_line.add_argument("--seed", type=int, default=1, help="when it is killed (default 1)")
+    command_line.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="some of the three measurements")
+    command_line.add_argument("--storage", choices=("memory", "disk"), default="memory", help="where to write")
+    command_line.add_argument(
+        "--dir", type=Path, default=None, help="write below this directory, not the default of --storage"
+    )
+    command_line.add_argument(
         "--threads",
         type=int,
         default=max(1, len(os.sched_getaffinity(0)) - 1),
         help="compute threads; by default one core is left over, as on a node whose accelerator does the work",
     )
-    made.add_argument("--write", action="store_true", help="keep JSON in results/ and the picture in docs/images/")
-    made.add_argument("--out", type=Path, default=RESULTS, help="another directory for --write")
-    return made
+    command_line.add_argument(
+        "--write", action="store_true", help="keep JSON in results/ and the picture in docs/images/"
+    )
+    command_line.add_argument("--out", type=Path, default=RESULTS, help="another directory for --write")
+    return command_line
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -75,29 +85,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     console = Console(width=None if sys.stdout.isatty() else 150)
     before, began = torch.get_num_threads(), time.monotonic()
     torch.set_num_threads(options.threads)
-    place = options.dir or (Path("/dev/shm") if options.storage == "memory" else None)
+    directory = options.dir or (Path("/dev/shm") if options.storage == "memory" else None)
     words = sys.argv[1:] if argv is None else argv
-    found: dict[str, Any] = {"facts": _facts(options, " ".join(["python benchmarks/moevement.py", *words]))}
+    results: dict[str, Any] = {"facts": _facts(options, " ".join(["python benchmarks/moevement.py", *words]))}
     failed = Failures()
 
     def keep() -> None:
-        found["facts"]["took_secs"] = round(time.monotonic() - began)
-        found["failed"] = failed.reasons
+        results["facts"]["took_secs"] = round(time.monotonic() - began)
+        results["failed"] = failed.reasons
         if options.write:
-            write_json(options.out / result_of(options.only, options.size), found)
+            write_json(options.out / result_of(options.only, options.size), results)
 
     try:
         with (
-            tempfile.TemporaryDirectory(prefix="moe_ckpt_windows_", dir=place, ignore_cleanup_errors=True) as home,
+            tempfile.TemporaryDirectory(prefix="moe_ckpt_windows_", dir=directory, ignore_cleanup_errors=True) as home,
             _progress(console, _steps(options)) as tell,
         ):
-            _measure(found, options, Path(home), tell, failed, keep)
+            _measure(results, options, Path(home), tell, failed, keep)
     finally:
         torch.set_num_threads(before)
-        for line in windows_report.lines(found):
+        for line in windows_report.lines(results):
             print(line)
     if options.write and result_of(options.only, options.size) == RESULT:
-        drawn = windows_report.plot((options.out / RESULT).with_suffix(".png"), found)
+        drawn = windows_report.plot((options.out / RESULT).with_suffix(".png"), results)
         console.print(f"written to {os.path.relpath(options.out)}" + ("" if drawn else "; no picture"))
     return 1 if failed.reasons else 0
 
@@ -125,7 +135,7 @@ def _facts(options: argparse.Namespace, command: str) -> dict[str, Any]:
 
 
 def _measure(
-    found: dict[str, Any],
+    results: dict[str, Any],
     options: argparse.Namespace,
     home: Path,
     tell: Callable[[str], None],
@@ -142,18 +152,18 @@ def _measure(
         state = sum(t.nbytes for t in module.state_tensors())
         rows = windows_cost.rows(fits)
         if rows:
-            found["cost"] = {"state_bytes": state, "rows": rows, "fits": [asdict(fit) for fit in fits]}
+            results["cost"] = {"state_bytes": state, "rows": rows, "fits": [asdict(fit) for fit in fits]}
         keep()
     if "recovery" in options.only:
         plan = (options.window, options.interval, options.size, batch, options.kills, options.seed, options.threads)
         recovery = windows_recovery.measure(*plan, home, tell, failed)
         if recovery:
-            found["recovery"] = recovery
+            results["recovery"] = recovery
         keep()
     if "replay" in options.only:
         with failed.of("replay"):
             samples = windows_replay.measure(config, batch, options.window, options.rounds, home, tell)
-            found["replay"] = {"rows": windows_replay.rows(samples), "samples": samples}
+            results["replay"] = {"rows": windows_replay.rows(samples), "samples": samples}
         keep()
 
 

@@ -161,12 +161,12 @@ class FlashCheckpoint(Contestant):
 
     def drain(self) -> None:
         """Wait for the tracker file to name the newest step that was accepted."""
-        wanted = self._checkpointer._engine.latest_step
+        newest = self._checkpointer._engine.latest_step
         deadline = time.monotonic() + _TIMEOUT_SECS
         tracker = self._home / "dlrover_latest.txt"
-        while self._steps and not (tracker.exists() and tracker.read_text().strip() == str(wanted)):
+        while self._steps and not (tracker.exists() and tracker.read_text().strip() == str(newest)):
             if time.monotonic() > deadline:
-                raise TimeoutError(f"DLRover's agent has not written step {wanted} in {_TIMEOUT_SECS} s")
+                raise TimeoutError(f"DLRover's agent has not written step {newest} in {_TIMEOUT_SECS} s")
             time.sleep(0.01)
 
     def close(self) -> None:
@@ -187,7 +187,7 @@ def need_process_group() -> None:
     dist.init_process_group("gloo")
 
 
-def available(home: Path, wanted: Callable[[str], bool]) -> tuple[list[Contestant], dict[str, str]]:
+def available(home: Path, is_chosen: Callable[[str], bool]) -> tuple[list[Contestant], dict[str, str]]:
     """(the wanted peers that work here, name -> why others do not)."""
     peers: list[Contestant] = [LightningSync(), LightningAsync()]
     absent = Failures()
@@ -199,7 +199,7 @@ def available(home: Path, wanted: Callable[[str], bool]) -> tuple[list[Contestan
         "DLRover Flash Checkpoint": lambda: FlashCheckpoint(home),
     }
     for name, make in makers.items():
-        if not wanted(name):
+        if not is_chosen(name):
             continue
         with absent.of(name):  # whatever keeps a peer from starting is its reason, not our failure
             need_process_group()

@@ -38,59 +38,61 @@ def arm(k: int, every: int) -> Arm:
 
 
 def cells(
-    found: Mapping[str, Sequence[RunSummary]], ks: Sequence[int], intervals: Sequence[int]
+    results: Mapping[str, Sequence[RunSummary]], ks: Sequence[int], intervals: Sequence[int]
 ) -> list[dict[str, Any]]:
     """One per K and interval: PLT, and the loss beyond that of the same seed without a failure, means over seeds."""
-    base = found[NEVER.name]
-    told = []
+    base = results[NEVER.name]
+    entries = []
     for k in ks:
         for every in intervals:
-            runs = found.get(arm(k, every).name)
+            runs = results.get(arm(k, every).name)
             if runs is None:
                 continue
             gaps = [(run.val_loss or 0.0) - (never.val_loss or 0.0) for run, never in zip(runs, base, strict=True)]
-            told.append(
+            entries.append(
                 {"k": k, "every": every, "plt": mean(run.plt for run in runs), "gap": mean(gaps), "gaps": gaps}
                 | {"kills": [run.kills for run in runs], "losses": [run.val_loss for run in runs]}
             )
-    return told
+    return entries
 
 
-def show(console: Console, told: Sequence[Mapping[str, Any]], chance: float) -> None:
+def show(console: Console, summary: Sequence[Mapping[str, Any]], chance: float) -> None:
     """As a table."""
     table = Table(title=f"beyond the same seed without a failure; chance {chance:.4f}", title_justify="left")
     for title in ("K of 8", "every", "PLT", "loss", "of each seed", "kills"):
         table.add_column(title, justify="right")
-    for cell in told:
-        each = "  ".join(f"{gap:+.4f}" for gap in cell["gaps"])
+    for cell in summary:
+        item = "  ".join(f"{gap:+.4f}" for gap in cell["gaps"])
         kills = " ".join(map(str, cell["kills"]))
-        table.add_row(str(cell["k"]), str(cell["every"]), f"{cell['plt']:.2%}", f"{cell['gap']:+.4f}", each, kills)
+        table.add_row(str(cell["k"]), str(cell["every"]), f"{cell['plt']:.2%}", f"{cell['gap']:+.4f}", item, kills)
     console.print(table)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    made = argparse.ArgumentParser(description=__doc__, epilog=_EXAMPLE)
-    made.add_argument("--steps", type=int, default=300, help="iterations per run (default 300)")
-    made.add_argument("--seeds", type=int, default=3, help="runs per cell (default 3)")
-    made.add_argument("--k", type=int, nargs="+", default=(1, 2, 4), help="experts per layer, of 8")
-    made.add_argument("--every", type=int, nargs="+", default=(1, 16, 64), help="iterations between checkpoints")
-    made.add_argument("--jobs", type=int, default=Options.jobs, help="runs at the same time (default 2)")
-    made.add_argument("--write", action="store_true", help="keep JSON in results/")
-    made.add_argument("--out", type=Path, default=RESULTS, help="another directory for --write")
-    given = made.parse_args(argv)
-    options = Options(given.steps, given.seeds, 1, given.jobs)
+    parser = argparse.ArgumentParser(description=__doc__, epilog=_EXAMPLE)
+    parser.add_argument("--steps", type=int, default=300, help="iterations per run (default 300)")
+    parser.add_argument("--seeds", type=int, default=3, help="runs per cell (default 3)")
+    parser.add_argument("--k", type=int, nargs="+", default=(1, 2, 4), help="experts per layer, of 8")
+    parser.add_argument("--every", type=int, nargs="+", default=(1, 16, 64), help="iterations between checkpoints")
+    parser.add_argument("--jobs", type=int, default=Options.jobs, help="runs at the same time (default 2)")
+    parser.add_argument("--write", action="store_true", help="keep JSON in results/")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="another directory for --write")
+    arguments = parser.parse_args(argv)
+    options = Options(arguments.steps, arguments.seeds, 1, arguments.jobs)
     console = Console(width=None if sys.stdout.isatty() else 150)
-    arms = [NEVER, *(arm(k, every) for k in given.k for every in given.every)]
+    arms = [NEVER, *(arm(k, every) for k in arguments.k for every in arguments.every)]
     with tempfile.TemporaryDirectory(prefix="moe_ckpt_grid_") as home:
         failed = Failures()
-        found = run_all(arms, options, Path(home), console, failed)
-    if NEVER.name in found:
-        told, chance = cells(found, given.k, given.every), noise(found[NEVER.name])
-        show(console, told, chance)
-        if given.write:
+        result = run_all(arms, options, Path(home), console, failed)
+    if NEVER.name in result:
+        gaps_of_cells, chance = cells(result, arguments.k, arguments.every), noise(result[NEVER.name])
+        show(console, gaps_of_cells, chance)
+        if arguments.write:
             record = {"machine": machine(), "steps": options.steps, "seeds": options.seeds, "chance": chance}
-            losses = [run.val_loss for run in found[NEVER.name]]
-            write_json(given.out / RESULT, record | {"never": losses, "cells": told, "failed": failed.reasons})
+            losses = [run.val_loss for run in result[NEVER.name]]
+            write_json(
+                arguments.out / RESULT, record | {"never": losses, "cells": gaps_of_cells, "failed": failed.reasons}
+            )
     console.print(*failed.lines(), sep="\n", markup=False, soft_wrap=True)
     return 1 if failed.reasons else 0
 

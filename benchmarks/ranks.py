@@ -40,9 +40,9 @@ def gathered(
     with tempfile.TemporaryDirectory(dir=scratch) as place, socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
         probe.close()
-        told = {"root": place, **order, "out": f"{place}/out", "meet": f"{place}/meet", "port": port}
+        full_order = {"root": place, **order, "out": f"{place}/out", "meet": f"{place}/meet", "port": port}
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
-        command = [sys.executable, "-m", module, json.dumps(told)]
+        command = [sys.executable, "-m", module, json.dumps(full_order)]
         began, started = time.monotonic(), list[subprocess.Popen[bytes]]()
         try:
             started += (subprocess.Popen([*command, str(rank)], env=environment) for rank in range(ranks))
@@ -58,9 +58,9 @@ def gathered(
         return began, [json.loads(Path(f"{place}/out.{rank}").read_text()) for rank in range(ranks)]
 
 
-def end(order: Mapping[str, Any], rank: int, found: Any) -> int:
+def end(order: Mapping[str, Any], rank: int, results: Any) -> int:
     """A rank has found something, and ends with all others. Returns the exit status."""
-    Path(f"{order['out']}.{rank}").write_text(json.dumps(found))
+    Path(f"{order['out']}.{rank}").write_text(json.dumps(results))
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()

@@ -63,9 +63,9 @@ class Counted(LocalStorage):
         """As of ``Storage``."""
         if path.endswith(".safetensors") and offset:
             time.sleep(self._delay_secs)
-        found = super().read(path, offset, nbytes)
-        self.nbytes, self.calls = self.nbytes + len(found), self.calls + 1
-        return found
+        result = super().read(path, offset, nbytes)
+        self.nbytes, self.calls = self.nbytes + len(result), self.calls + 1
+        return result
 
 
 def first_life(order: Mapping[str, Any]) -> None:
@@ -111,25 +111,25 @@ def second_life(order: Mapping[str, Any], rank: int) -> dict[str, float]:
 
 def measured(args: argparse.Namespace, scratch: Path) -> dict[str, dict[str, list[list[dict[str, float]]]]]:
     """Number of ranks -> way -> rounds -> ranks -> what each found."""
-    place = scratch / "life"
-    order = {"place": str(place), "mib": args.mib, "delay_secs": args.delay_ms / 1e3}
+    life = scratch / "life"
+    order = {"place": str(life), "mib": args.mib, "delay_secs": args.delay_ms / 1e3}
     order["link_secs"] = args.link_ms / 1e3
     gathered("benchmarks.reading", {**order, "job": "first", "ranks": 1}, 1, scratch, _TIMEOUT_SECS)
-    found: dict[str, dict[str, list[list[dict[str, float]]]]] = {}
+    results: dict[str, dict[str, list[list[dict[str, float]]]]] = {}
     for ranks in args.ranks:
-        of_ways = found[str(ranks)] = {way: [] for way in WAYS}
+        of_ways = results[str(ranks)] = {way: [] for way in WAYS}
         for turn in range(args.rounds):
             for way in turned(list(WAYS), turn):
-                told = {**order, "job": "second", "ranks": ranks, "way": way}
-                of_ways[way].append(gathered("benchmarks.reading", told, ranks, scratch, _TIMEOUT_SECS)[1])
-    return found
+                order_of_life = {**order, "job": "second", "ranks": ranks, "way": way}
+                of_ways[way].append(gathered("benchmarks.reading", order_of_life, ranks, scratch, _TIMEOUT_SECS)[1])
+    return results
 
 
-def table(found: Mapping[str, Mapping[str, list[list[dict[str, float]]]]], title: str) -> Table:
+def table(results: Mapping[str, Mapping[str, list[list[dict[str, float]]]]], title: str) -> Table:
     """Medians over rounds: of all ranks together, and of the rank with most."""
-    made = Table(title=title, title_justify="left")
-    made.add_column("ranks", justify="right")
-    made.add_column("", no_wrap=True)
+    grid = Table(title=title, title_justify="left")
+    grid.add_column("ranks", justify="right")
+    grid.add_column("", no_wrap=True)
     for name in (
         "read MiB, all",
         "most of a rank",
@@ -139,14 +139,14 @@ def table(found: Mapping[str, Mapping[str, list[list[dict[str, float]]]]], title
         "seconds",
         "of it load",
     ):
-        made.add_column(name, justify="right")
-    for ranks, of_ways in found.items():
+        grid.add_column(name, justify="right")
+    for ranks, of_ways in results.items():
         for way, rounds in of_ways.items():
 
             def over(key: str, among: Any, rounds: list[list[dict[str, float]]] = rounds) -> float:
-                return float(median(among(each[key] for each in ranks) for ranks in rounds))
+                return float(median(among(rank[key] for rank in ranks) for ranks in rounds))
 
-            made.add_row(
+            grid.add_row(
                 ranks,
                 way,
                 f"{over('nbytes', sum) / 2**20:.0f}",
@@ -157,7 +157,7 @@ def table(found: Mapping[str, Mapping[str, list[list[dict[str, float]]]]], title
                 f"{over('secs', max):.2f}",
                 f"{over('load_secs', max):.2f}",
             )
-    return made
+    return grid
 
 
 def as_rank(argv: list[str]) -> int:
@@ -189,14 +189,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--write", action="store_true", help="keep every measurement in --out")
     parser.add_argument("--out", type=Path, default=report.RESULTS)
     args = parser.parse_args(argv)
-    with tempfile.TemporaryDirectory(dir=args.directory, prefix="reading_") as place:
-        found = measured(args, Path(place))
+    with tempfile.TemporaryDirectory(dir=args.directory, prefix="reading_") as scratch:
+        result = measured(args, Path(scratch))
     waits = f"{args.delay_ms:g} ms more a read, {args.link_ms:g} an exchange"
     title = f"coming back from storage: {args.mib} MiB on every rank, {waits}"
-    Console(width=None if sys.stdout.isatty() else 120).print(table(found, f"{title}; medians of {args.rounds}"))
+    Console(width=None if sys.stdout.isatty() else 120).print(table(result, f"{title}; medians of {args.rounds}"))
     if args.write:
         options = {name: getattr(args, name) for name in ("mib", "rounds", "delay_ms", "link_ms")}
-        report.write_json(args.out / "reading.json", {"machine": report.machine(), **options, "ways": found})
+        report.write_json(args.out / "reading.json", {"machine": report.machine(), **options, "ways": result})
     return 0
 
 

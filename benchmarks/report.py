@@ -53,17 +53,17 @@ class Row:
     drain: float
 
 
-def rows(found: Measurements, durable: Mapping[str, bool]) -> list[Row]:
+def rows(measurements: Measurements, durable: Mapping[str, bool]) -> list[Row]:
     """One row per contestant, in the order of ``durable``."""
-    if not found.samples:
+    if not measurements.samples:
         return []
-    memcpy = min(found.memcpy)  # the least disturbed one: other programs only ever make it longer
-    made = []
+    memcpy = min(measurements.memcpy)  # the least disturbed one: other programs only ever make it longer
+    table_rows = []
     for name, is_durable in durable.items():
-        samples = [s for s in found.samples if s.contestant == name]
+        samples = [s for s in measurements.samples if s.contestant == name]
         if samples:
-            made.append(_row(name, is_durable, samples, memcpy))
-    return made
+            table_rows.append(_row(name, is_durable, samples, memcpy))
+    return table_rows
 
 
 def _row(name: str, durable: bool, samples: Sequence[Sample], memcpy: float) -> Row:
@@ -88,14 +88,14 @@ def _row(name: str, durable: bool, samples: Sequence[Sample], memcpy: float) -> 
     )
 
 
-def table(made: Sequence[Row], failed: Iterable[str], title: str) -> Table:
+def table(table_rows: Sequence[Row], failed: Iterable[str], title: str) -> Table:
     """For the terminal. A contestant that failed in its first turn has a line without numbers."""
     shown = Table(title=title, title_justify="left")
     shown.add_column("per iteration with a checkpoint", no_wrap=True)
     columns = ("hooks ms", "x memcpy", "CPU ms", "slower by ms", "(rounds)", "% of iteration")
     for column in (*columns, "MiB written", "saved", "drain ms"):
         shown.add_column(column, justify="right")
-    for row in made:
+    for row in table_rows:
         shown.add_row(
             row.name if row.durable else f"{row.name} *",
             f"{row.hook * 1e3:.1f}",
@@ -109,7 +109,7 @@ def table(made: Sequence[Row], failed: Iterable[str], title: str) -> Table:
             f"{row.drain * 1e3:.0f}",
         )
     for name in failed:
-        numbers = next((row for row in made if row.name == name), None)
+        numbers = next((row for row in table_rows if row.name == name), None)
         shown.add_row(f"{name}, later" if numbers else name, "failed", *["-"] * (len(shown.columns) - 2))
     return shown
 
@@ -131,15 +131,17 @@ def machine() -> dict[str, Any]:
     }
 
 
-def as_dict(found: Measurements, made: Sequence[Row], absent: Mapping[str, str], **facts: Any) -> dict[str, Any]:
+def as_dict(
+    measurements: Measurements, table_rows: Sequence[Row], absent: Mapping[str, str], **facts: Any
+) -> dict[str, Any]:
     """JSON-ready: facts, rows, and every single measurement (milliseconds)."""
     return {
         **facts,
-        "state_nbytes": found.state_nbytes,
-        "memcpy_ms": [_ms(t) for t in found.memcpy],
-        "rows": [asdict(row) for row in made],
+        "state_nbytes": measurements.state_nbytes,
+        "memcpy_ms": [_ms(t) for t in measurements.memcpy],
+        "rows": [asdict(row) for row in table_rows],
         "not_run": dict(absent),
-        "failed": dict(found.failed.reasons),
+        "failed": dict(measurements.failed.reasons),
         "samples": [
             {
                 "contestant": s.contestant,
@@ -153,7 +155,7 @@ def as_dict(found: Measurements, made: Sequence[Row], absent: Mapping[str, str],
                 "kept": s.kept,
                 "asked": s.asked,
             }
-            for s in found.samples
+            for s in measurements.samples
         ],
     }
 
@@ -208,12 +210,14 @@ def plot(path: Path, runs: Mapping[str, Sequence[Row]], memcpy_ms: float) -> boo
     return True
 
 
-def show(console: Console, made: Sequence[Row], found: Measurements, absent: Mapping[str, str], title: str) -> None:
+def show(
+    console: Console, table_rows: Sequence[Row], measurements: Measurements, absent: Mapping[str, str], title: str
+) -> None:
     """Print the table and what is needed to read it."""
-    console.print(table(made, found.failed.reasons, title))
-    if found.memcpy:
-        secs = min(found.memcpy)
-        console.print(f"warm memcpy of the {found.state_nbytes / MIB:.0f} MiB of state: {secs * 1e3:.0f} ms")
+    console.print(table(table_rows, measurements.failed.reasons, title))
+    if measurements.memcpy:
+        secs = min(measurements.memcpy)
+        console.print(f"warm memcpy of the {measurements.state_nbytes / MIB:.0f} MiB of state: {secs * 1e3:.0f} ms")
     console.print("* does not sync what it wrote to the disk")
-    for line in (*(f"not run: {name}: {reason}" for name, reason in absent.items()), *found.failed.lines()):
+    for line in (*(f"not run: {name}: {reason}" for name, reason in absent.items()), *measurements.failed.lines()):
         console.print(line, markup=False, soft_wrap=True)

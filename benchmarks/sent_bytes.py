@@ -45,8 +45,8 @@ Row = dict[str, Any]
 
 def measure(scratch: Path, order: Mapping[str, Any]) -> dict[str, int]:
     """Bytes per iteration, of all ranks."""
-    _, found = gathered("benchmarks.sent_bytes_rank", order, order["ranks"], scratch, _TIMEOUT_SECS)
-    return {name: sum(each[name] for each in found) // order["steps"] for name in ("sent", "saved")}
+    _, result = gathered("benchmarks.sent_bytes_rank", order, order["ranks"], scratch, _TIMEOUT_SECS)
+    return {name: sum(item[name] for item in result) // order["steps"] for name in ("sent", "saved")}
 
 
 def row(scratch: Path, name: str, policy: str, args: argparse.Namespace) -> Row:
@@ -58,15 +58,15 @@ def row(scratch: Path, name: str, policy: str, args: argparse.Namespace) -> Row:
 
 def table(rows: Sequence[Row]) -> Table:
     """KiB per iteration, all ranks together."""
-    made = Table(title=f"KiB sent per iteration, one copy; the paper saves up to {PAPER:.0%}", title_justify="left")
-    made.add_column(no_wrap=True)
-    made.add_column("policy")
+    grid = Table(title=f"KiB sent per iteration, one copy; the paper saves up to {PAPER:.0%}", title_justify="left")
+    grid.add_column(no_wrap=True)
+    grid.add_column("policy")
     for heading in ("off", "on", "saved"):
-        made.add_column(heading, justify="right")
+        grid.add_column(heading, justify="right")
     for each in rows:
         sent = (f"{each[way]['sent'] / 1024:,.0f}" for way in ("off", "on"))
-        made.add_row(each["case"], each["policy"], *sent, f"{each['saved']:.1%}")
-    return made
+        grid.add_row(each["case"], each["policy"], *sent, f"{each['saved']:.1%}")
+    return grid
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -86,8 +86,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--write", action="store_true", help="keep what was found in --out")
     parser.add_argument("--out", type=Path, default=report.RESULTS)
     args = parser.parse_args(argv)
-    with tempfile.TemporaryDirectory(dir=args.directory, prefix="sent_bytes_") as place:
-        rows = [row(Path(place), name, policy, args) for name in args.only for policy in CASES[name]["policies"]]
+    with tempfile.TemporaryDirectory(dir=args.directory, prefix="sent_bytes_") as scratch:
+        rows = [row(Path(scratch), name, policy, args) for name in args.only for policy in CASES[name]["policies"]]
     facts = {"machine": report.machine(), "steps": args.steps, "width": args.width, "paper": PAPER, "rows": rows}
     if args.json:
         print(json.dumps(facts))

@@ -190,8 +190,8 @@ def main(argv: list[str]) -> int:
 
         start(_TIMEOUT_SECS)
     with redundancy(used=order["redundancy"]):
-        found = (megatron if is_megatron else lightning)(order, rank, POLICIES[order["policy"]], root)
-    return end(order, rank, found)
+        result = (megatron if is_megatron else lightning)(order, rank, POLICIES[order["policy"]], root)
+    return end(order, rank, result)
 
 
 if __name__ == "__main__":

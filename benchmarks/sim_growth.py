@@ -66,8 +66,8 @@ def measure(settings: Sequence[str]) -> dict[str, Any]:
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     if done.returncode:
         raise SystemExit(f"{' '.join(settings)}: {done.stderr.strip() or done.returncode}")
-    found: dict[str, Any] = json.loads(done.stdout)
-    return {"settings": list(settings), **found}
+    result: dict[str, Any] = json.loads(done.stdout)
+    return {"settings": list(settings), **result}
 
 
 def one(settings: Sequence[str]) -> dict[str, Any]:

@@ -43,7 +43,7 @@ _EXAMPLE = "example: python benchmarks/sim_papers.py --only windows figure13"
 
 
 def calibrated(tick: Tick) -> dict[str, Any]:
-    known, rows = constants(), constants().listed()
+    figures, rows = constants(), constants().listed()
     cluster = scenario("setup=moevement_deepseek", "policy=moevement_peers").layout.cluster
     nominal = cluster.gpus * cluster.pcie_bytes_per_sec
     tick("calibration")
@@ -51,7 +51,7 @@ def calibrated(tick: Tick) -> dict[str, Any]:
     notes = [
         "All other inputs are the papers' own (sizes, layouts, links, iteration times), or assumed in the configs. "
         "Table 3 implies iteration times only within a range.",
-        f"The first bandwidth is a {nominal / (known.a100_rate * 1e9):.0f}th of the nominal rate of these machines' "
+        f"The first bandwidth is a {nominal / (figures.a100_rate * 1e9):.0f}th of the nominal rate of these machines' "
         "PCIe links. At nominal rates a dense snapshot would fit beside an iteration, and W would be 1 or 2.",
     ]
     return part("What is calibrated", "Each value is calibrated once, never per cell.", [shown], notes)
@@ -80,7 +80,7 @@ PARTS: dict[str, tuple[Callable[[Tick], dict[str, Any]], int]] = {
 
 def make(names: list[str], console: Console) -> dict[str, Any]:
     """The parts, in the order of the report."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("", total=sum(PARTS[name][1] for name in names))
@@ -91,8 +91,8 @@ def make(names: list[str], console: Console) -> dict[str, Any]:
                 progress.update(task, advance=1, description=done)
 
             # By way of text, so that what is shown is what the file has.
-            found[name] = json.loads(json.dumps(_rounded(PARTS[name][0](tick))))
-    return found
+            results[name] = json.loads(json.dumps(_rounded(PARTS[name][0](tick))))
+    return results
 
 
 def _rounded(value: Any) -> Any:
@@ -104,9 +104,9 @@ def _rounded(value: Any) -> Any:
     return [_rounded(one) for one in value] if isinstance(value, (list, tuple)) else value
 
 
-def differences(found: Mapping[str, Any], kept: Mapping[str, Any]) -> list[str]:
+def differences(results: Mapping[str, Any], kept: Mapping[str, Any]) -> list[str]:
     """What is not as in the committed JSON: numbers off by more than a millionth, anything else at all."""
-    return [one for name in found for one in _differ(name, found[name], kept.get(name))]
+    return [one for name in results for one in _differ(name, results[name], kept.get(name))]
 
 
 def _differ(where: str, ours: Any, theirs: Any) -> list[str]:
@@ -121,10 +121,10 @@ def _differ(where: str, ours: Any, theirs: Any) -> list[str]:
     return [] if same else [f"{where}: {ours!r} here, {theirs!r} committed"]
 
 
-def write(found: Mapping[str, Any], root: Path) -> None:
+def write(results: Mapping[str, Any], root: Path) -> None:
     """JSON, report and pictures. Parts that were not made stay as they are in the JSON."""
     kept = json.loads((root / JSON).read_text()) if (root / JSON).exists() else {}
-    every = {name: found.get(name, kept.get(name)) for name in PARTS if name in found or name in kept}
+    every = {name: results.get(name, kept.get(name)) for name in PARTS if name in results or name in kept}
     for folder in (JSON.parent, REPORT.parent, IMAGES):
         (root / folder).mkdir(parents=True, exist_ok=True)
     (root / JSON).write_text(json.dumps(every, indent=1, ensure_ascii=False) + "\n")
@@ -134,24 +134,24 @@ def write(found: Mapping[str, Any], root: Path) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    made = argparse.ArgumentParser(description=__doc__, epilog=_EXAMPLE)
-    made.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS), metavar="PART",
+    parser = argparse.ArgumentParser(description=__doc__, epilog=_EXAMPLE)
+    parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS), metavar="PART",
                       help=f"of {', '.join(PARTS)}")  # fmt: skip
-    made.add_argument("--check", action="store_true", help="compare with the committed JSON; 1 if anything differs")
-    made.add_argument("--write", action="store_true", help="keep JSON, report and pictures")
-    made.add_argument("--out", type=Path, default=ROOT, help="repository to write to, or to compare with")
-    options = made.parse_args(argv)
+    parser.add_argument("--check", action="store_true", help="compare with the committed JSON; 1 if anything differs")
+    parser.add_argument("--write", action="store_true", help="keep JSON, report and pictures")
+    parser.add_argument("--out", type=Path, default=ROOT, help="repository to write to, or to compare with")
+    options = parser.parse_args(argv)
     console = Console(width=None if sys.stdout.isatty() else 150)
     began = time.perf_counter()
-    found = make([name for name in PARTS if name in options.only], console)
-    for one in found.values():
+    result = make([name for name in PARTS if name in options.only], console)
+    for one in result.values():
         print_part(console, one)
     console.print(f"{time.perf_counter() - began:.0f} s")
     if options.write:
-        write(found, options.out)
+        write(result, options.out)
     if not options.check:
         return 0
-    unlike = differences(found, json.loads((options.out / JSON).read_text()))
+    unlike = differences(result, json.loads((options.out / JSON).read_text()))
     console.print("\n".join(unlike) or "as committed", markup=False)
     return 1 if unlike else 0
 

@@ -32,29 +32,29 @@ def figure13(tick: Tick) -> dict[str, Any]:
     rows: list[list[Any]] = []
     reorder: list[list[Any]] = []
     for model in TABLE_3:
-        found = [ablation(model.setup, step) for step in STEPS]
+        results = [ablation(model.setup, step) for step in STEPS]
         first = FIGURE_13[model.setup]
         overhead = 1 + model.percent[3] / 100
         rows.append(
             [
                 model.name,
                 first,
-                *(ettr for ettr, _ in found),
-                found[0][0] - first,
+                *(ettr for ettr, _ in results),
+                results[0][0] - first,
                 FIGURE_13_ALL,
-                found[3][0] - FIGURE_13_ALL,
-                "yes" if all(a[0] <= b[0] for a, b in pairwise(found)) else "no",
+                results[3][0] - FIGURE_13_ALL,
+                "yes" if all(a[0] <= b[0] for a, b in pairwise(results)) else "no",
                 600 * (1 / (first * overhead) - 1),
-                600 * (1 / found[0][0] - 1),
+                600 * (1 / results[0][0] - 1),
             ]
         )
-        saved = 1 - found[2][1] / found[1][1] if found[1][1] else 0.0
+        saved = 1 - results[2][1] / results[1][1] if results[1][1] else 0.0
         reorder.append(
             [
                 model.name,
                 FIGURE_13_REORDER[model.setup],
-                found[2][0] / found[1][0] - 1,
-                1 - found[1][1] / found[0][1],
+                results[2][0] / results[1][0] - 1,
+                1 - results[1][1] / results[0][1],
                 saved,
             ]
         )

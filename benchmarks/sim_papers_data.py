@@ -138,20 +138,20 @@ class Counted:
 
     def window(self, bytes_per_sec: float, iteration_secs: float | None = None) -> CountedWindow:
         """bytes_per_sec: of all GPUs together."""
-        each = self.params / self.operators
+        item = self.params / self.operators
         return window_by_count(
-            operators=self.operators, full_bytes=each * self.full, compute_bytes=each * self.compute,
+            operators=self.operators, full_bytes=item * self.full, compute_bytes=item * self.compute,
             budget_bytes=bytes_per_sec * (iteration_secs or self.iteration_secs),
         )  # fmt: skip
 
 
 @lru_cache(maxsize=32)
 def counted(setup: str) -> Counted:
-    found = scenario(f"setup={setup}")
-    model, precision = found.layout.model, found.precision
+    result = scenario(f"setup={setup}")
+    model, precision = result.layout.model, result.precision
     return Counted(
-        len(model.elements), model.total, precision.full_bytes, precision.compute_bytes, found.iteration.secs,
-        found.layout.parallel.ranks,
+        len(model.elements), model.total, precision.full_bytes, precision.compute_bytes, result.iteration.secs,
+        result.layout.parallel.ranks,
     )  # fmt: skip
 
 
@@ -160,23 +160,23 @@ def rate_range(setup: str, window: int) -> tuple[float, float]:
 
     In table 3 iteration times are known within a range only (``Model.iteration_range``): with one of them.
     """
-    known = counted(setup)
-    times = next((one.iteration_range for one in TABLE_3 if one.setup == setup), (known.iteration_secs,) * 2)
+    counts = counted(setup)
+    times = next((one.iteration_range for one in TABLE_3 if one.setup == setup), (counts.iteration_secs,) * 2)
 
     def least(most: int) -> float:
         """Bytes in an iteration with which W is at most that, in 1e9."""
         low, high = 0.0, 10000.0
         while high - low > 1e-4:
             middle = (low + high) / 2
-            low, high = (low, middle) if known.window(middle * 1e9, 1.0).size <= most else (middle, high)
+            low, high = (low, middle) if counts.window(middle * 1e9, 1.0).size <= most else (middle, high)
         return high
 
     return least(window) / times[1], least(window - 1) / times[0]
 
 
-def shared_rate(wanted: dict[str, int]) -> tuple[float, float, float]:
+def shared_rate(requested: dict[str, int]) -> tuple[float, float, float]:
     """(least, highest, the middle to one decimal) of the bandwidths that give all these windows."""
-    ranges = [rate_range(setup, window) for setup, window in wanted.items() if setup not in CONTRADICTING]
+    ranges = [rate_range(setup, window) for setup, window in requested.items() if setup not in CONTRADICTING]
     low, high = max(one[0] for one in ranges), min(one[1] for one in ranges)
     if low > high:
         raise ValueError(f"no one bandwidth gives these windows: {ranges}")
@@ -250,8 +250,8 @@ def constants() -> Constants:
 
 def _dense_rate() -> float:
     """B of stall = bytes / B - T, by least squares in 1/B."""
-    known = [(counted(row.setup), row.dense_secs) for row in TABLE_7]
-    sizes = [(one.params * one.full, secs + one.iteration_secs) for one, secs in known]
+    counts = [(counted(row.setup), row.dense_secs) for row in TABLE_7]
+    sizes = [(one.params * one.full, secs + one.iteration_secs) for one, secs in counts]
     return sum(size * size for size, _ in sizes) / sum(size * secs for size, secs in sizes) / 1e9
 
 
@@ -266,9 +266,9 @@ def moc_budget() -> float:
     return float(f"{lost / 4000 / (7 / 8):.1g}")
 
 
-def rates(found: Scenario | str, gigabytes_per_sec: float) -> str:
+def rates(results: Scenario | str, gigabytes_per_sec: float) -> str:
     """The override that gives each GPU its share of an aggregate bandwidth."""
-    made = scenario(f"setup={found}") if isinstance(found, str) else found
+    made = scenario(f"setup={results}") if isinstance(results, str) else results
     return f"cluster.pcie_bytes_per_sec={gigabytes_per_sec * 1e9 / made.layout.parallel.ranks!r}"
 
 

@@ -62,25 +62,25 @@ def simulated(model: Model, system: int, mtbf: str) -> Outcome:
     CheckFreq: a Dense policy at the paper's interval, with a copy that stalls training as long as the paper says. The
     others choose for themselves, at the calibrated bandwidth.
     """
-    known = constants()
+    figures = constants()
     common = [f"setup={model.setup}", f"failures.mtbf_secs={MTBF_SECS[mtbf]}", "load=even", restart()]
     if system == 0:
         iteration = scenario(f"setup={model.setup}").iteration
         stall = iteration.open_secs + model.overhead[0] * model.interval
         chosen = ["policy=dense", f"policy.policy.every_n_steps={model.interval}", copy_secs_of(model.setup, stall)]
     else:
-        chosen = [f"policy={policy_of(SYSTEMS[system])}", rates(model.setup, known.a100_rate)]
+        chosen = [f"policy={policy_of(SYSTEMS[system])}", rates(model.setup, figures.a100_rate)]
         if system == 2:
-            chosen.append(f"policy.policy.plt_budget={known.moc_budget}")
+            chosen.append(f"policy.policy.plt_budget={figures.moc_budget}")
     return simulate(scenario(*common, *chosen))
 
 
 def row(model: Model, system: int, mtbf: str) -> list[Any]:
-    paper, formula, found = model.ettr[mtbf][system], closed_form(model, system, mtbf), simulated(model, system, mtbf)
-    chosen = {0: found.interval, 1: found.interval, 2: found.k, 3: found.window}[system]
+    paper, formula, result = model.ettr[mtbf][system], closed_form(model, system, mtbf), simulated(model, system, mtbf)
+    chosen = {0: result.interval, 1: result.interval, 2: result.k, 3: result.window}[system]
     return [
         model.name, SYSTEMS[system], mtbf, paper, formula, None if formula is None else formula - paper,
-        found.ettr, found.ettr - paper, chosen, found.mean_stall_secs, found.failures,
+        result.ettr, result.ettr - paper, chosen, result.mean_stall_secs, result.failures,
     ]  # fmt: skip
 
 
@@ -95,8 +95,8 @@ def overheads(tick: Tick) -> dict[str, Any]:
         ours = simulate(scenario(*common, "policy=moevement_peers"))
         pairs = ((model.interval, check.interval), (model.overhead[2], moc.mean_stall_secs))
         row: list[Any] = [model.name]
-        for paper, found in (*pairs, (model.overhead[3], ours.mean_stall_secs)):
-            row += [paper, found, None if found is None else found - paper]
+        for paper, result in (*pairs, (model.overhead[3], ours.mean_stall_secs)):
+            row += [paper, result, None if result is None else result - paper]
         rows.append(row)
         tick(f"overheads of {model.name}")
     columns = ["model", "CheckFreq's interval, paper", "ours", "difference", "MoC at K = E/8, paper s", "ours s"]
@@ -148,12 +148,12 @@ def table3(tick: Tick) -> dict[str, Any]:
 
 
 def _summary(rows: list[list[Any]]) -> dict[str, Any]:
-    made = []
+    entries = []
     for name in SYSTEMS:
         of = [row for row in rows if row[1] == name]
         formula = [abs(row[5]) for row in of if row[5] is not None]
         at_worst = max(of, key=lambda row: abs(row[7]))
-        made.append([
+        entries.append([
             name, fmean(formula), len(formula), fmean(abs(row[7]) for row in of), len(of), at_worst[7],
             f"{at_worst[0]}, {at_worst[2]}",
         ])  # fmt: skip
@@ -166,7 +166,7 @@ def _summary(rows: list[list[Any]]) -> dict[str, Any]:
         "largest",
         "at",
     ]
-    return table("How far off", columns, ["", ".3f", "d", ".3f", "d", "+.3f", ""], made)
+    return table("How far off", columns, ["", ".3f", "d", ".3f", "d", "+.3f", ""], entries)
 
 
 def _from_columns(model: Model, system: int, mtbf: str) -> float:

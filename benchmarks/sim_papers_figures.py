@@ -17,12 +17,12 @@ GOODPUT_RATIO = {"CheckFreq": 1.25, "Gemini": 1.15, "MoC": 1.98}
 
 def figure10(tick: Tick) -> dict[str, Any]:
     """Goodput over six hours with 24 failures. There is always a spare: the paper's goodput never falls to none."""
-    found = {}
+    results = {}
     for name in SYSTEMS:
-        found[name] = run(DEEPSEEK, name, "failures=gcp_like_6h", "duration_secs=21600", "cluster.spare_nodes=null")
+        results[name] = run(DEEPSEEK, name, "failures=gcp_like_6h", "duration_secs=21600", "cluster.spare_nodes=null")
         tick(f"figure 10, {name}")
-    ours, rows = found["MoEvement"], []
-    for name, one in found.items():
+    ours, rows = results["MoEvement"], []
+    for name, one in results.items():
         ratio, paper = ours.ettr / one.ettr, GOODPUT_RATIO.get(name)
         rows.append(
             [
@@ -35,7 +35,7 @@ def figure10(tick: Tick) -> dict[str, Any]:
                 one.failures,
             ]
         )
-    moc = found["MoC"]
+    moc = results["MoC"]
     levels = [sample.k for sample in moc.history if sample.k is not None]
     reached = next((number for number, k in enumerate(levels) if k == 64), len(levels))
     full = table(
@@ -56,12 +56,12 @@ def figure10(tick: Tick) -> dict[str, Any]:
     notes = [
         "The paper's trace comes from Google Cloud Platform and is not published. Ours is synthetic, with as many "
         "failures in as many hours (benchmarks/failure_trace.py).",
-        f"CheckFreq chose an interval of {found['CheckFreq'].interval} iterations (paper 124), Gemini's oracle "
-        f"{found['Gemini'].interval} (paper 92, chosen for 2H).",
+        f"CheckFreq chose an interval of {results['CheckFreq'].interval} iterations (paper 124), Gemini's oracle "
+        f"{results['Gemini'].interval} (paper 92, chosen for 2H).",
         f"MoC's K reaches 64 after failure {reached} of {moc.failures}. Its goodput is lower than the paper's because "
         "in the first hours one more failure would break its budget, so it saves nearly all experts.",
     ]
-    series = {name: [(s.at_secs / 3600, s.useful_steps) for s in one.history] for name, one in found.items()}
+    series = {name: [(s.at_secs / 3600, s.useful_steps) for s in one.history] for name, one in results.items()}
     picture = lines("sim_figure10", "hours", "iterations done", {k: [(0.0, 0), *v] for k, v in series.items()})
     return part("Figure 10: a failure trace", "DeepSeek-MoE, 24 failures in six hours.", [shown, full], notes, picture)
 

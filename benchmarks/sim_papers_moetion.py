@@ -87,8 +87,8 @@ def _nominal() -> float:
 
 
 def _costs(case: Case) -> Costs:
-    found = case.scenario
-    return Costs(found.layout, found.precision, found.iteration, found.system)
+    result = case.scenario
+    return Costs(result.layout, result.precision, result.iteration, result.system)
 
 
 def _total(case: Case) -> float:
@@ -110,11 +110,11 @@ def selected_bytes(case: Case) -> tuple[float, float]:
 
 def run_at_rate(case: Case, policy: str, every: int, *more: str) -> Outcome:
     """One system at the calibrated rate and time."""
-    each = rate() * 1e9 / case.scenario.layout.parallel.ranks
+    item = rate() * 1e9 / case.scenario.layout.parallel.ranks
     chosen = [f"setup={case.setup}", f"policy={policy}", f"policy.policy.every_n_steps={every}"]
     chosen += [
         "policy.interval=policy",
-        f"cluster.pcie_bytes_per_sec={each!r}",
+        f"cluster.pcie_bytes_per_sec={item!r}",
         f"iteration.secs={case.iteration_secs!r}",
     ]
     return simulate(scenario(*chosen, *more))
@@ -175,8 +175,8 @@ def _stalls(tick: Tick) -> dict[str, Any]:
     rows = []
     for case in CASES:
         for system, paper in STALL.items():
-            found = run_at_rate(case, POLICY[system], 1, "failures=none", "duration_secs=7200")
-            stall = found.spent.total / max(found.steps, 1) - case.iteration_secs
+            result = run_at_rate(case, POLICY[system], 1, "failures=none", "duration_secs=7200")
+            stall = result.spent.total / max(result.steps, 1) - case.iteration_secs
             rows.append([case.name, system, case.iteration_secs, paper, stall, stall - paper])
             tick(f"figure 5, {case.name}, {system}")
     columns = ["model", "system", "T s", "paper s", "ours s", "difference s"]
@@ -206,9 +206,9 @@ def _wasted(tick: Tick) -> dict[str, Any]:
         every = {"CheckFreq": CHECKFREQ_EVERY, HIGH_FREQ: 1, NO_STALL: without_stall(case), "MoEtion": 1}
         for name, steps in every.items():
             system = "Gemini" if name in (HIGH_FREQ, NO_STALL) else name
-            found = run_at_rate(case, POLICY[system], steps, "failures.mtbf_secs=1800", "duration_secs=21600")
+            result = run_at_rate(case, POLICY[system], steps, "failures.mtbf_secs=1800", "duration_secs=21600")
             paper = printed.get((case.name, name))
-            simulated = (found.spent.lost + found.spent.retrieve) / max(found.failures, 1)
+            simulated = (result.spent.lost + result.spent.retrieve) / max(result.failures, 1)
             ours = wasted_secs(case, system, steps)
             rows.append([case.name, name, paper, ours, None if paper is None else ours - paper, simulated])
             tick(f"figure 7, {case.name}, {name}")
@@ -258,9 +258,11 @@ def ablated(case: Case) -> list[float]:
     anew = _piece("in full", experts - again, everybody)
     gradients = [*share[:1], anew, OperatorShare("gradients", 0, _as_gradient(again))]
     whole, peers = outside + experts, range(1, 1 + COPIES)
-    placed, recomputed = (sum(each.nbytes for each in deliveries(those, peers)) / 1e9 for those in (share, gradients))
+    placed, recomputed = (
+        sum(deliverie.nbytes for deliverie in deliveries(group, peers)) / 1e9 for group in (share, gradients)
+    )
     sent = [COPIES * whole, COPIES * whole, placed, recomputed]
-    return [sent[0] / rate(), *(max(0.0, each - free) / rate() for each in sent[1:])]
+    return [sent[0] / rate(), *(max(0.0, item - free) / rate() for item in sent[1:])]
 
 
 def _piece(name: str, gigabytes: float, everybody: Collection[int]) -> OperatorShare:

@@ -62,15 +62,15 @@ def part(
     picture: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """One section. picture: ``name``, ``kind`` ("lines" or "bars"), axes, and ``series``: label -> points."""
-    found = {"title": title, "what": what, "tables": list(tables), "notes": list(notes)}
-    return found if picture is None else {**found, "picture": dict(picture)}
+    results = {"title": title, "what": what, "tables": list(tables), "notes": list(notes)}
+    return results if picture is None else {**results, "picture": dict(picture)}
 
 
 def lines(
     name: str, x: str, y: str, series: Mapping[str, Sequence[tuple[float, float]]], **more: Any
 ) -> dict[str, Any]:
     """For ``part``. A label with " (paper)" is drawn dashed, in the colour of the one without."""
-    points = {label: [list(point) for point in those] for label, those in series.items()}
+    points = {label: [list(point) for point in group] for label, group in series.items()}
     return {"name": name, "kind": "lines", "x": x, "y": y, "series": points, **more}
 
 
@@ -89,16 +89,16 @@ def shown(value: Any, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
-def print_part(console: Console, found: Mapping[str, Any]) -> None:
-    console.rule(found["title"], align="left")
-    for one in found["tables"]:
-        made = Table(title=one["title"], title_justify="left")
+def print_part(console: Console, results: Mapping[str, Any]) -> None:
+    console.rule(results["title"], align="left")
+    for one in results["tables"]:
+        grid = Table(title=one["title"], title_justify="left")
         for column, form in zip(one["columns"], one["formats"], strict=True):
-            made.add_column(column, justify="left" if form == "" and column in ("model", "system", "what") else "right")
+            grid.add_column(column, justify="left" if form == "" and column in ("model", "system", "what") else "right")
         for row in one["rows"]:
-            made.add_row(*(shown(value, form) for value, form in zip(row, one["formats"], strict=True)))
-        console.print(made)
-    for note in found["notes"]:
+            grid.add_row(*(shown(value, form) for value, form in zip(row, one["formats"], strict=True)))
+        console.print(grid)
+    for note in results["notes"]:
         console.print(f"- {note}", markup=False, highlight=False)
     console.print()
 
@@ -122,16 +122,16 @@ def markdown(parts: Mapping[str, Mapping[str, Any]], images: str) -> str:
         "4. **The simulator counts what closed forms leave out**: work that was not yet saved at a failure, the "
         "iteration that it cuts off, and loading.",
     ]
-    for name, found in parts.items():
-        text += [f"## {found['title']}", found["what"]]
-        for one in found["tables"]:
+    for name, result in parts.items():
+        text += [f"## {result['title']}", result["what"]]
+        for one in result["tables"]:
             how = SPREAD.get((name, one["title"]))
-            each = "" if how is None else f": {' / '.join(how.shown)}"
-            text += [f"**{one['title']}{each}**"] if one["title"] else []
+            item = "" if how is None else f": {' / '.join(how.shown)}"
+            text += [f"**{one['title']}{item}**"] if one["title"] else []
             text.append(_markdown_table(one) if how is None else spread(one, how))
-        if "picture" in found:
-            text.append(f"![{found['title']}]({images}/{found['picture']['name']}.png)")
-        text += ["\n".join(f"- {note}" for note in found["notes"])] if found["notes"] else []
+        if "picture" in result:
+            text.append(f"![{result['title']}]({images}/{result['picture']['name']}.png)")
+        text += ["\n".join(f"- {note}" for note in result["notes"])] if result["notes"] else []
     return "\n\n".join(text) + "\n"
 
 
@@ -157,10 +157,10 @@ def spread(one: Mapping[str, Any], how: Spread) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in (heads, rule, *rows))
 
 
-def draw(found: Mapping[str, Any], folder: Path) -> None:
+def draw(results: Mapping[str, Any], folder: Path) -> None:
     """The part's picture, if it has one."""
-    wanted = found.get("picture")
-    if wanted is None:
+    picture = results.get("picture")
+    if picture is None:
         return
     import matplotlib
 
@@ -168,40 +168,40 @@ def draw(found: Mapping[str, Any], folder: Path) -> None:
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7.5, 4.2))
-    if wanted["kind"] == "bars":
-        _bars(axes, wanted)
+    if picture["kind"] == "bars":
+        _bars(axes, picture)
         axes.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.08), ncols=3)
     else:
-        _lines(axes, wanted)
+        _lines(axes, picture)
         axes.legend(fontsize=8)
-    axes.set_ylabel(wanted["y"])
-    axes.set_title(found["title"])
+    axes.set_ylabel(picture["y"])
+    axes.set_title(results["title"])
     axes.grid(alpha=0.3)
     figure.tight_layout()
-    figure.savefig(folder / f"{wanted['name']}.png", dpi=110, metadata={"Software": None})
+    figure.savefig(folder / f"{picture['name']}.png", dpi=110, metadata={"Software": None})
     plt.close(figure)
 
 
-def _lines(axes: Any, wanted: Mapping[str, Any]) -> None:
+def _lines(axes: Any, requested: Mapping[str, Any]) -> None:
     colours: dict[str, str] = {}
-    for label, points in wanted["series"].items():
+    for label, points in requested["series"].items():
         base = label.removesuffix(" (paper)")
         style = "--" if base != label else "-"
         drawn = axes.plot(
             *zip(*points, strict=True), style, marker="o", markersize=3, label=label, color=colours.get(base)
         )
         colours.setdefault(base, drawn[0].get_color())
-    axes.set_xlabel(wanted["x"])
-    if wanted.get("log"):
+    axes.set_xlabel(requested["x"])
+    if requested.get("log"):
         axes.set_xscale("log")
-    if "ticks" in wanted:
-        axes.set_xticks([at for at, _ in wanted["ticks"]], [name for _, name in wanted["ticks"]])
+    if "ticks" in requested:
+        axes.set_xticks([at for at, _ in requested["ticks"]], [name for _, name in requested["ticks"]])
         axes.minorticks_off()
 
 
-def _bars(axes: Any, wanted: Mapping[str, Any]) -> None:
-    width = 0.8 / len(wanted["series"])
-    for at, (label, values) in enumerate(wanted["series"].items()):
-        places = [group + (at + 0.5) * width - 0.4 for group in range(len(wanted["groups"]))]
+def _bars(axes: Any, requested: Mapping[str, Any]) -> None:
+    width = 0.8 / len(requested["series"])
+    for at, (label, values) in enumerate(requested["series"].items()):
+        places = [group + (at + 0.5) * width - 0.4 for group in range(len(requested["groups"]))]
         axes.bar(places, [value or 0.0 for value in values], width, label=label)
-    axes.set_xticks(range(len(wanted["groups"])), wanted["groups"])
+    axes.set_xticks(range(len(requested["groups"])), requested["groups"])

@@ -32,12 +32,12 @@ def simulated(size: str, system: str, mtbf_secs: int, per_gpu: float) -> Outcome
 
 def cell(size: str, reading: str, mtbf_secs: int) -> list[Any]:
     """One row: both systems. reading: one of ``readings``."""
-    found = scenario(f"setup=moevement_{size}", "policy=gemini")
-    dense = Costs(found.layout, found.precision, found.iteration, found.system).bytes_of.dense
-    per_gpu = readings(found.layout.parallel)[reading]
+    result = scenario(f"setup=moevement_{size}", "policy=gemini")
+    dense = Costs(result.layout, result.precision, result.iteration, result.system).bytes_of.dense
+    per_gpu = readings(result.layout.parallel)[reading]
     gemini, ours = (simulated(size, system, mtbf_secs, per_gpu) for system in FIGURE_11)
     printed = FIGURE_11 if (size, mtbf_secs) == ("671b", 600) else {}
-    row: list[Any] = [size.upper(), f"{mtbf_secs // 60} min", reading, dense.rank / per_gpu, found.iteration.secs]
+    row: list[Any] = [size.upper(), f"{mtbf_secs // 60} min", reading, dense.rank / per_gpu, result.iteration.secs]
     for system, one in zip(FIGURE_11, (gemini, ours), strict=True):
         paper = printed.get(system)
         row += [paper, one.ettr, None if paper is None else one.ettr - paper]
@@ -96,7 +96,7 @@ def readings(parallel: Parallel) -> dict[str, float]:
 
 
 def _notes_11(rows: list[list[Any]]) -> list[str]:
-    each = [row for row in rows if row[1:3] == ["10 min", "per GPU"]][-1]
+    item = [row for row in rows if row[1:3] == ["10 min", "per GPU"]][-1]
     lowest = min(row[9] for row in rows if row[1] == "60 min")
     lost = {name: 600 * (1 / ettr - 1) for name, ettr in FIGURE_11.items()}
     return [
@@ -108,7 +108,7 @@ def _notes_11(rows: list[list[Any]]) -> list[str]:
         f"hour MoEvement stays above {lowest:.2f} (paper: above 0.91). The paper's gap at 671B is "
         f"{FIGURE_11['MoEvement'] - FIGURE_11['Gemini']:+.2f}. Table 3 does not support this reading: there "
         "GPT-MoE and QWen-MoE, with 4 and 2 pipelines, have windows that need state spread over all GPUs.",
-        f"*Per GPU* has no gap: a dense copy of 671B takes {each[3]:.1f} s beside an iteration of {each[4]:.1f} s, so "
+        f"*Per GPU* has no gap: a dense copy of 671B takes {item[3]:.1f} s beside an iteration of {item[4]:.1f} s, so "
         "both systems save at every iteration. In *whole cluster* not even compute weights of 671B fit beside an "
         "iteration, so sparse windows stall as well.",
         f"The paper's two figures at 671B mean {lost['Gemini']:.0f} s lost per failure by Gemini and "

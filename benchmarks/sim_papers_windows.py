@@ -26,7 +26,7 @@ _FORMATS = ["", "", "d", "", "", "", "d", "+d"]
 
 def library_window(setup: str, gigabytes_per_sec: float) -> int:
     """W that the policy settles on: by bytes, on the rank with most of them, at the configured iteration time."""
-    found = simulate(
+    result = simulate(
         scenario(
             f"setup={setup}",
             "policy=moevement_peers",
@@ -36,14 +36,14 @@ def library_window(setup: str, gigabytes_per_sec: float) -> int:
             rates(setup, gigabytes_per_sec),
         )
     )
-    if found.window is None:
-        raise RuntimeError(f"{setup}: no window in {found.steps} steps")
-    return found.window
+    if result.window is None:
+        raise RuntimeError(f"{setup}: no window in {result.steps} steps")
+    return result.window
 
 
 def row(setup: str, name: str, paper: int, rate: float, times: tuple[float, float]) -> list[Any]:
-    known = counted(setup)
-    least, most = (known.window(rate * 1e9, secs).size for secs in reversed(times))
+    counts = counted(setup)
+    least, most = (counts.window(rate * 1e9, secs).size for secs in reversed(times))
     library = library_window(setup, rate)
     low, high = rate_range(setup, paper)
     inside = least <= paper <= most
@@ -61,17 +61,17 @@ def row(setup: str, name: str, paper: int, rate: float, times: tuple[float, floa
 
 def windows(tick: Tick) -> dict[str, Any]:
     """W of both tables."""
-    known, made = constants(), []
-    for title, rate, wanted in (
-        ("Table 3: 96 A100", known.a100_rate, [(m.setup, m.name, m.window, m.iteration_range) for m in TABLE_3]),
+    figures, made = constants(), []
+    for title, rate, target in (
+        ("Table 3: 96 A100", figures.a100_rate, [(m.setup, m.name, m.window, m.iteration_range) for m in TABLE_3]),
         (
             "Table 7: 128 H100, DeepSeek-MoE; compute weights, masters, moments",
-            known.h100_rate,
+            figures.h100_rate,
             [(r.setup, r.name, r.window, (counted(r.setup).iteration_secs,) * 2) for r in TABLE_7],
         ),
     ):
         rows = []
-        for setup, name, paper, times in wanted:
+        for setup, name, paper, times in target:
             rows.append(row(setup, name, paper, rate, times))
             tick(f"W of {name}")
         made.append(table(f"{title}, {rate} GB/s", _COLUMNS, _FORMATS, rows))
@@ -79,9 +79,9 @@ def windows(tick: Tick) -> dict[str, Any]:
         rate_range(s, w)
         for s, w in (("moevement_llava", 3), ("moevement_fp8_fp16_fp32", 4), ("moevement_fp8_fp32_fp32", 6))
     )
-    found = scenario("setup=moevement_llava", "policy=moevement_peers")
-    dense = Costs(found.layout, found.precision, found.iteration, found.system).bytes_of.dense
-    uneven = dense.rank * found.layout.parallel.ranks / dense.total
+    result = scenario("setup=moevement_llava", "policy=moevement_peers")
+    dense = Costs(result.layout, result.precision, result.iteration, result.system).bytes_of.dense
+    uneven = dense.rank * result.layout.parallel.ranks / dense.total
     notes = [
         "Algorithm 1 treats all operators as equally large and all GPUs as equally loaded. *Needs*: the bandwidths "
         "with which it gives the paper's W, at some iteration time that the printed seconds and percentages allow. The "
@@ -90,7 +90,7 @@ def windows(tick: Tick) -> dict[str, Any]:
         "others (embedding, head, one layer more).",
         f"MoE-LLaVa needs {llava[0]:.1f} to {llava[1]:.1f} GB/s, half of what the others need. Uneven ranks may be the "
         f"reason: its 4 experts lie on 4 of 8 expert-parallel ranks, the busiest rank has {uneven:.2f} times the mean, "
-        f"and so {known.a100_rate} GB/s act as {known.a100_rate / uneven:.1f} GB/s on even ranks, which is in that "
+        f"and so {figures.a100_rate} GB/s act as {figures.a100_rate / uneven:.1f} GB/s on even ranks, which is in that "
         "range.",
         f"In table 7 the third row needs at least {third[0]:.1f} GB/s and the second at most {second[1]:.1f} GB/s, "
         "with the same machines and model. No single bandwidth gives both windows.",
@@ -102,9 +102,9 @@ def dense(tick: Tick) -> dict[str, Any]:
     """Table 7's overheads of MoC once it saves everything."""
     rate, rows = constants().h100_dense_rate, []
     for one in TABLE_7:
-        known = counted(one.setup)
-        ours = known.params * known.full / (rate * 1e9) - known.iteration_secs
-        rows.append([one.name, known.iteration_secs, one.dense_secs, ours, ours - one.dense_secs])
+        counts = counted(one.setup)
+        ours = counts.params * counts.full / (rate * 1e9) - counts.iteration_secs
+        rows.append([one.name, counts.iteration_secs, one.dense_secs, ours, ours - one.dense_secs])
     tick("dense overheads")
     shown = table(
         f"Overhead per iteration when all is saved, bytes / B - T with B = {rate} GB/s",
@@ -124,8 +124,8 @@ def dense(tick: Tick) -> dict[str, Any]:
 
 
 def _stall(setup: str, rate: float) -> float:
-    known = counted(setup)
-    return known.params * known.full / (rate * 1e9) - known.iteration_secs
+    counts = counted(setup)
+    return counts.params * counts.full / (rate * 1e9) - counts.iteration_secs
 
 
 def inside(tick: Tick) -> dict[str, Any]:

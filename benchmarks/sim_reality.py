@@ -67,10 +67,10 @@ class Watch:
         def tell(at: float, killed: int) -> None:
             self._progress.update(line, completed=min(at, secs), status=f"kills {killed}/{len(kills)}")
 
-        found = run(contestant, directory, kills, secs, seed, tell)
-        self._progress.update(line, completed=secs, status=f"kills {len(found.kills)}/{len(kills)}")
+        result = run(contestant, directory, kills, secs, seed, tell)
+        self._progress.update(line, completed=secs, status=f"kills {len(result.kills)}/{len(kills)}")
         self._progress.stop_task(line)
-        return found
+        return result
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -96,24 +96,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         own = {one.name: read_profile(real.profile_path).pace.iteration_secs for one, real in runs}
         # Other programs only ever make an iteration longer: the quietest run tells best what one takes.
         clean_secs = min([*clean, *(own[one.name] for one, _ in runs if one.ranks == 1)], default=0.0)
-        found = []
+        measured = []
         for one, real in runs:
             with failed.of(one.title):
-                found.append(compare(one, real, clean_secs if one.ranks == 1 else own[one.name], args.mtbf))
+                measured.append(compare(one, real, clean_secs if one.ranks == 1 else own[one.name], args.mtbf))
     for line in failed.lines():
         console.print(line, markup=False, soft_wrap=True)
-    if not found:
+    if not measured:
         return 1
-    for told in table(found):
-        console.print(told)
+    for entry in table(measured):
+        console.print(entry)
     if args.results is not None:
-        write(args.results, found, vars(args))
+        write(args.results, measured, vars(args))
         console.print(f"Written: {args.results.name}, {args.results.with_suffix('.md').name}")
-    return _verdict(console, found) or bool(failed.reasons)
+    return _verdict(console, measured) or bool(failed.reasons)
 
 
-def _verdict(console: Console, found: Sequence[Comparison]) -> int:
-    over = [one.title for one in found if abs(one.difference) > LIMIT]
+def _verdict(console: Console, results: Sequence[Comparison]) -> int:
+    over = [one.title for one in results if abs(one.difference) > LIMIT]
     if over:
         console.print(f"[red]over {LIMIT:.0%}: {', '.join(over)}[/]")
     return 1 if over else 0

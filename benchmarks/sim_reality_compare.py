@@ -122,8 +122,8 @@ def compare(contestant: Contestant, real: RealRun, clean_secs: float, mtbf_secs:
 
 def _anew(contestant: Contestant, profile: RunProfile, real: RealRun, clean_secs: float) -> float:
     cluster = replace(cluster_of(contestant, profile, real), in_place_secs=None)
-    found = simulated(contestant, profile, real, trace(contestant, real), cluster=cluster)
-    return found.steps * clean_secs / real.secs
+    result = simulated(contestant, profile, real, trace(contestant, real), cluster=cluster)
+    return result.steps * clean_secs / real.secs
 
 
 def simulated(
@@ -185,15 +185,15 @@ def trace(contestant: Contestant, real: RealRun, seed: int | None = None) -> Tra
     if seed is not None:
         rng = np.random.Generator(np.random.PCG64(seed))
         kills = tuple(sorted(max(0.0, at + NEARBY_SECS * (2 * rng.random() - 1)) for at in kills))
-    found: list[FailureEvent] = []
+    results: list[FailureEvent] = []
     for at, rank, lost in zip(kills, real.victims, real.took_node, strict=True):
         node = rank * contestant.nodes // contestant.ranks
-        found += (
+        results += (
             [FailureEvent(at, node), FailureEvent(at, node, joins=True)]
             if lost
             else [FailureEvent(at, node, process=True)]
         )
-    return Trace(recorded=tuple(found))
+    return Trace(recorded=tuple(results))
 
 
 def _handover_secs(real: RealRun) -> float:

@@ -161,13 +161,13 @@ class Job:
         """Moment at which the first life had done it."""
         return self._wait_for(lambda line: "train/loss" in line)
 
-    def _wait_for(self, wanted: Callable[[dict[str, Any]], bool]) -> float:
+    def _wait_for(self, requested: Callable[[dict[str, Any]], bool]) -> float:
         """Moment of the first such line in the diary that counts."""
         deadline = time.monotonic() + START_LIMIT_SECS
         while time.monotonic() < deadline:
             self.check()
             lines = read_lines(self.diary(self.contestant.witness))
-            done = next((line["time"] for line in lines if wanted(line)), None)
+            done = next((line["time"] for line in lines if requested(line)), None)
             if done is not None:
                 return float(done)
             time.sleep(_POLL_SECS)
@@ -195,9 +195,9 @@ class ForkedJob(Job):
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([*self.preload])
         started = list[Process]()
-        for rank, place in enumerate(self._places(self.contestant.ranks + self.spares)):
+        for rank, variables in enumerate(self._places(self.contestant.ranks + self.spares)):
             # Where ranks wait by timeouts, torch would tell each.
-            environment = {**place, "TORCH_CPP_LOG_LEVEL": "ERROR"}
+            environment = {**variables, "TORCH_CPP_LOG_LEVEL": "ERROR"}
             fork: Any = context.Process(target=_rank, args=(environment, *self._told(rank), str(self._output)))
             fork.start()
             started.append(_Fork(fork))
@@ -257,7 +257,9 @@ class InPlaceJob(LoopJob):
         """Whoever is that rank now."""
         self.check()
         begun = [line for line in read_lines(self.diary(rank)) if line.get("event") == "start"]
-        victim = next(each for each in self._processes if isinstance(each, _Fork) and each.pid == begun[-1]["pid"])
+        victim = next(
+            process for process in self._processes if isinstance(process, _Fork) and process.pid == begun[-1]["pid"]
+        )
         self._processes.remove(victim)
         self.killed.append(time.time())
         _end([victim])

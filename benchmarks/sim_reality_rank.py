@@ -62,11 +62,18 @@ class Diary:
     def step(self, record: StepRecord, log: UpstreamLog | None) -> None:
         """``train/loss`` marks a step for whoever reads the diary; the loss itself is on the last stage only. log: Of
         this rank's messages, with what it has of the step and in all."""
-        told = {"stall_ms": record.stall_secs * 1e3, "begun": record.begun, "bytes": record.nbytes, "plt": record.plt}
-        told |= {"replayed": record.replayed, "plt_if_failed_now": record.at_risk_plt}
+        summary = {
+            "stall_ms": record.stall_secs * 1e3,
+            "begun": record.begun,
+            "bytes": record.nbytes,
+            "plt": record.plt,
+        }
+        summary |= {"replayed": record.replayed, "plt_if_failed_now": record.at_risk_plt}
         if log is not None:
-            told |= {"logged": log._sizes.get(record.step, 0), "log_held": log.nbytes}
-        self.note(step=record.step, **{"train/loss": 0.0}, **{f"moe_ckpt/{name}": each for name, each in told.items()})
+            summary |= {"logged": log._sizes.get(record.step, 0), "log_held": log.nbytes}
+        self.note(
+            step=record.step, **{"train/loss": 0.0}, **{f"moe_ckpt/{name}": item for name, item in summary.items()}
+        )
 
 
 def train(restart: Any, order: Mapping[str, Any]) -> None:
@@ -112,10 +119,10 @@ def _note_brought(diary: Diary) -> None:
     received = LogExchange.received
 
     def noting(exchange: LogExchange) -> dict[int, Received]:
-        found = received(exchange)
-        total = sum(message.nbytes for step in found.values() for each in step.values() for message, _ in each)
-        diary.note(event="brought", bytes=total / max(1, len(found)))
-        return found
+        result = received(exchange)
+        total = sum(message.nbytes for step in result.values() for item in step.values() for message, _ in item)
+        diary.note(event="brought", bytes=total / max(1, len(result)))
+        return result
 
     LogExchange.received = noting  # type: ignore[assignment, method-assign]
 

@@ -37,18 +37,18 @@ def cells(told: Told) -> list[str]:
     return [form.format(getattr(told, name) / unit) for _, name, form, unit in ROWS]
 
 
-def table(found: Sequence[Comparison]) -> Iterator[Table | str]:
+def table(results: Sequence[Comparison]) -> Iterator[Table | str]:
     """For the terminal: measured and simulated side by side."""
-    made = Table(title="Measured | simulated from the run's own profile, same kills", title_justify="left")
-    made.add_column("")
-    for one in found:
-        made.add_column(one.title, justify="right")
-        made.add_column("simulated", justify="right")
-    both = [column for one in found for column in (cells(one.real), cells(one.simulated))]
+    grid = Table(title="Measured | simulated from the run's own profile, same kills", title_justify="left")
+    grid.add_column("")
+    for one in results:
+        grid.add_column(one.title, justify="right")
+        grid.add_column("simulated", justify="right")
+    both = [column for one in results for column in (cells(one.real), cells(one.simulated))]
     for (title, *_), *row in zip(ROWS, *both, strict=True):
-        made.add_row(title, *row)
-    yield made
-    for one in found:
+        grid.add_row(title, *row)
+    yield grid
+    for one in results:
         yield summary(one)
 
 
@@ -71,7 +71,7 @@ def _spread(ettrs: Sequence[float]) -> str:
     return f"{mean(ettrs):.4f} ± {stdev(ettrs):.4f} ({ettrs[0]:.3f} to {ettrs[-1]:.3f})"
 
 
-def write(path: Path, found: Sequence[Comparison], settings: Mapping[str, Any]) -> None:
+def write(path: Path, results: Sequence[Comparison], settings: Mapping[str, Any]) -> None:
     """``path`` and the .md beside it. Names no path of this machine."""
     known = ("minutes", "mtbf", "policies", "seed", "calibration")
     body = {
@@ -79,10 +79,10 @@ def write(path: Path, found: Sequence[Comparison], settings: Mapping[str, Any]) 
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "machine": machine(),
         "settings": {name: settings[name] for name in known},
-        "runs": [{**asdict(one), "difference": one.difference, "parts": one.parts} for one in found],
+        "runs": [{**asdict(one), "difference": one.difference, "parts": one.parts} for one in results],
     }
     path.write_text(json.dumps(body, indent=1) + "\n")
-    path.with_suffix(".md").write_text("\n".join(_markdown(found, body)) + "\n")
+    path.with_suffix(".md").write_text("\n".join(_markdown(results, body)) + "\n")
 
 
 def machine() -> dict[str, Any]:
@@ -107,7 +107,7 @@ def _processor() -> str:
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
-def _markdown(found: Sequence[Comparison], body: Mapping[str, Any]) -> Iterator[str]:
+def _markdown(results: Sequence[Comparison], body: Mapping[str, Any]) -> Iterator[str]:
     settings, host = body["settings"], body["machine"]
     policies = " ".join(settings["policies"])
     nice = f", with the benchmark at nice {host['nice']}" if host["nice"] else ""
@@ -118,17 +118,17 @@ def _markdown(found: Sequence[Comparison], body: Mapping[str, Any]) -> Iterator[
         f"--seed {settings['seed']} --policies {policies}` on {host['cpus']} processors "
         f"({host['processor']}), Python {host['python']}, "
         f"torch {host['torch']}, load of the last 15 minutes {host['load']}{nice}. Each run was killed by SIGKILL "
-        f"{len(found[0].kills)} times in {found[0].secs:.0f} s, and is simulated from the profile it wrote, with kills "
-        "at the same moments."
+        f"{len(results[0].kills)} times in {results[0].secs:.0f} s, and is simulated from the profile it wrote, with "
+        "kills at the same moments."
     )
     yield ""
-    yield "| | " + " | ".join(f"{one.title} | simulated" for one in found) + " |"
-    yield "|---|" + "--:|" * (2 * len(found))
-    both = [column for one in found for column in (cells(one.real), cells(one.simulated))]
+    yield "| | " + " | ".join(f"{one.title} | simulated" for one in results) + " |"
+    yield "|---|" + "--:|" * (2 * len(results))
+    both = [column for one in results for column in (cells(one.real), cells(one.simulated))]
     for (title, *_), *row in zip(ROWS, *both, strict=True):
         yield "| " + " | ".join([title, *row]) + " |"
     yield ""
-    yield from (f"- {summary(one)}" for one in found)
+    yield from (f"- {summary(one)}" for one in results)
     yield ""
     yield (
         "ETTR: iterations that are part of the state at the end, times the length of one without checkpoints and "

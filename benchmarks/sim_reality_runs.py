@@ -32,11 +32,11 @@ NODE_EVERY = 3
 
 def kill_times(seed: int, mtbf_secs: float, secs: float) -> tuple[float, ...]:
     """Failures without memory, from the library's own source. Some come while a restart is under way."""
-    found: list[float] = []
+    results: list[float] = []
     for event in Poisson(mtbf_secs).events(np.random.Generator(np.random.PCG64(seed)), 1):
         if event.at_secs >= secs:
-            return tuple(found)
-        found.append(event.at_secs)
+            return tuple(results)
+        results.append(event.at_secs)
     raise AssertionError("Poisson failures have no end")
 
 

@@ -35,26 +35,32 @@ _EXAMPLE = """example:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    command_line = argparse.ArgumentParser(
         prog="stall.py", description=__doc__, epilog=_EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     sizes = [*sorted(SIZES), *SHAPES]
-    made.add_argument("--size", choices=sizes, default="default", help="model (default: 412 MiB of state)")
-    made.add_argument("--rounds", type=int, default=3, help="turns of every contestant (default 3)")
-    made.add_argument("--iterations", type=int, default=5, help="counted iterations with a checkpoint per turn")
-    made.add_argument("--storage", nargs="+", choices=("disk", "memory"), default=["disk"], help="where to write")
-    made.add_argument("--dir", type=Path, default=None, help="write below this directory, not the default of --storage")
-    made.add_argument("--only", nargs="+", metavar="TEXT", help="contestants whose name contains one of these")
-    made.add_argument("--batch", type=int, default=None, help="sequences per iteration: the length of an iteration")
-    made.add_argument(
+    command_line.add_argument("--size", choices=sizes, default="default", help="model (default: 412 MiB of state)")
+    command_line.add_argument("--rounds", type=int, default=3, help="turns of every contestant (default 3)")
+    command_line.add_argument("--iterations", type=int, default=5, help="counted iterations with a checkpoint per turn")
+    command_line.add_argument(
+        "--storage", nargs="+", choices=("disk", "memory"), default=["disk"], help="where to write"
+    )
+    command_line.add_argument(
+        "--dir", type=Path, default=None, help="write below this directory, not the default of --storage"
+    )
+    command_line.add_argument("--only", nargs="+", metavar="TEXT", help="contestants whose name contains one of these")
+    command_line.add_argument(
+        "--batch", type=int, default=None, help="sequences per iteration: the length of an iteration"
+    )
+    command_line.add_argument(
         "--threads",
         type=int,
         default=max(1, len(os.sched_getaffinity(0)) - 1),
         help="compute threads; by default one core is left over, as on a node whose accelerator does the work",
     )
-    made.add_argument("--write", action="store_true", help=f"keep JSON and picture in {report.RESULTS.name}/")
-    made.add_argument("--out", type=Path, default=report.RESULTS, help="another directory for --write")
-    return made
+    command_line.add_argument("--write", action="store_true", help=f"keep JSON and picture in {report.RESULTS.name}/")
+    command_line.add_argument("--out", type=Path, default=report.RESULTS, help="another directory for --write")
+    return command_line
 
 
 def quiet() -> None:
@@ -82,12 +88,12 @@ def _compare(options: argparse.Namespace, module: Model, batch: int, console: Co
     for storage in options.storage:
         runs[storage] = _on(storage, options, module, batch, console)
     if options.write:
-        memcpy = min(secs for _, found in runs.values() for secs in found.memcpy)
+        memcpy = min(secs for _, result in runs.values() for secs in result.memcpy)
         picture = options.out / f"stall{_ending(options.size)}.png"
         drawn = report.plot(picture, {s: made for s, (made, _) in runs.items()}, memcpy * 1e3)
         remark = "" if drawn else "; no picture: matplotlib is missing"
         console.print(f"written to {os.path.relpath(options.out)}{remark}")
-    return 1 if any(found.failed.reasons for _, found in runs.values()) else 0
+    return 1 if any(result.failed.reasons for _, result in runs.values()) else 0
 
 
 def _on(
@@ -102,7 +108,7 @@ def _on(
         "tokens_per_iteration": batch * module.config.context,
         "threads": torch.get_num_threads(),
     }
-    found = Measurements()
+    measurements = Measurements()
     # What a failed contestant is still writing must not keep the others' results from being shown.
     scratch = tempfile.TemporaryDirectory(
         prefix="moe_ckpt_bench_", dir=_place(options.dir, storage), ignore_cleanup_errors=True
@@ -119,23 +125,25 @@ def _on(
                 progress.console.print(f"{storage}, {what}")
 
         def keep() -> None:
-            for name in found.failed.reasons.keys() - told:
-                progress.console.print(f"failed: {name}: {found.failed.reasons[name]}", markup=False, soft_wrap=True)
+            for name in measurements.failed.reasons.keys() - told:
+                progress.console.print(
+                    f"failed: {name}: {measurements.failed.reasons[name]}", markup=False, soft_wrap=True
+                )
                 told.add(name)
             if options.write:
-                content = report.as_dict(found, report.rows(found, durable), absent, **facts)
+                content = report.as_dict(measurements, report.rows(measurements, durable), absent, **facts)
                 report.write_json(options.out / f"stall_{storage}{_ending(options.size)}.json", content)
 
         try:
             shape = Shape(saved=options.iterations)
-            measure(found, field, module, batch, shape, options.rounds, Path(home), tell, keep)
+            measure(measurements, field, module, batch, shape, options.rounds, Path(home), tell, keep)
         finally:
             progress.stop()
-            made = report.rows(found, durable)
-            report.show(console, made, found, absent, f"checkpoints on {storage}")
-            _close(field, found)
+            made = report.rows(measurements, durable)
+            report.show(console, made, measurements, absent, f"checkpoints on {storage}")
+            _close(field, measurements)
             keep()  # one may have failed in closing
-    return made, found
+    return made, measurements
 
 
 def _ending(size: str) -> str:
@@ -143,11 +151,11 @@ def _ending(size: str) -> str:
     return "" if size == "default" else f"_{size}"
 
 
-def _close(field: list[contestants.Contestant], found: Measurements) -> None:
+def _close(field: list[contestants.Contestant], measurements: Measurements) -> None:
     """Those that failed are closed already."""
     for contestant in field:
-        if contestant.name not in found.failed:
-            with found.failed.of(contestant.name):
+        if contestant.name not in measurements.failed:
+            with measurements.failed.of(contestant.name):
                 contestant.close()
 
 

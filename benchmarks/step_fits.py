@@ -30,14 +30,14 @@ update of tens of thousands of small tensors that takes 1 to 3 ms, also where no
 
 def policy_of(name: str, experts: int) -> Policy | None:
     """A policy that saves at every step; None for "none"."""
-    made: Mapping[str, Policy | None] = {
+    policies: Mapping[str, Policy | None] = {
         "none": None,
         "moc": MoC(k=1),
         "moetion": MoEtion(experts=max(1, experts // 6)),
         "moevement": MoEvement(window=WINDOW),
         "dense": Dense(),
     }
-    return made[name]
+    return policies[name]
 
 
 @dataclass(frozen=True)
@@ -212,25 +212,28 @@ def in_turns(
 
 def rows(names: Sequence[str], samples: Sequence[Sample]) -> list[dict[str, Any]]:
     """Per policy, over its turns: medians of the turns' medians, JSON-ready, milliseconds."""
-    made = []
+    table_rows = []
     reference: dict[str, float] = {}
     for name in ["none", *(name for name in names if name != "none")]:
-        those = [sample for sample in samples if sample.policy == name and sample.secs]
-        if not those:
+        selected = [sample for sample in samples if sample.policy == name and sample.secs]
+        if not selected:
             continue
         row = {
-            "iteration_ms": _ms(median(sample.secs) for sample in those),
-            "mean_ms": _ms(mean(sample.secs) for sample in those),
-            "cpu_ms": _ms(mean(sample.cpu) for sample in those),
-            "thread_cpu_ms": _ms(mean(sample.thread_cpu) for sample in those),
-            "hook_cpu_ms": _ms(median(sample.hook_cpu) for sample in those),
+            "iteration_ms": _ms(median(sample.secs) for sample in selected),
+            "mean_ms": _ms(mean(sample.secs) for sample in selected),
+            "cpu_ms": _ms(mean(sample.cpu) for sample in selected),
+            "thread_cpu_ms": _ms(mean(sample.thread_cpu) for sample in selected),
+            "hook_cpu_ms": _ms(median(sample.hook_cpu) for sample in selected),
         }
         if name == "none":
             reference = row
         extra = {f"extra_{key}": round(row[key] - reference[key], 2) for key in row if reference}
-        counts = {"kib": round(median(mean(s.nbytes) for s in those) / 1024, 1), "n": sum(len(s.secs) for s in those)}
-        made.append({"policy": name, **row, **extra, **counts})
-    return made
+        counts = {
+            "kib": round(median(mean(s.nbytes) for s in selected) / 1024, 1),
+            "n": sum(len(s.secs) for s in selected),
+        }
+        table_rows.append({"policy": name, **row, **extra, **counts})
+    return table_rows
 
 
 def _ms(secs: Iterable[float]) -> float:

@@ -29,9 +29,9 @@ def main(argv: list[str]) -> int:
     logging.disable(logging.WARNING)
     torch.set_num_threads(1)
 
-    def keep(found: dict[str, Any]) -> None:
+    def keep(results: dict[str, Any]) -> None:
         if rank == 0:
-            write_json(Path(order["out"]), found)
+            write_json(Path(order["out"]), results)
 
     if order["layout"] == "megatron":
         from benchmarks import step_megatron  # only here: it changes torch for the life of the process
@@ -95,9 +95,9 @@ def _join(rank: int, ranks: int, home: str) -> None:
 
 def _together(over: bool) -> bool:
     """As rank 0 says."""
-    said = torch.tensor([over])
-    dist.broadcast(said, 0)
-    return bool(said)
+    verdict = torch.tensor([over])
+    dist.broadcast(verdict, 0)
+    return bool(verdict)
 
 
 def _say(rank: int, what: str) -> None:

@@ -104,24 +104,34 @@ class Case:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    command_line = argparse.ArgumentParser(
         prog="step_scale.py", description=__doc__, epilog=_EXAMPLE, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    each = "; ".join(f"{layout} {','.join(shapes)}" for layout, shapes in SHAPES.items())
-    made.add_argument(
-        "--shapes", type=words, default=None, metavar="LxE,...", help=f"layers x experts; by default {each}"
+    item = "; ".join(f"{layout} {','.join(shapes)}" for layout, shapes in SHAPES.items())
+    command_line.add_argument(
+        "--shapes", type=words, default=None, metavar="LxE,...", help=f"layers x experts; by default {item}"
     )
-    made.add_argument("--layouts", type=words, default=tuple(SHAPES), help=f"default: {','.join(SHAPES)}")
-    made.add_argument("--policies", type=words, default=POLICIES, help=f"default: {','.join(POLICIES)}")
-    made.add_argument("--experts", type=words, default=("stacked",), help="stacked, listed, or both (default stacked)")
-    made.add_argument("--rounds", type=int, default=2, help="turns of every policy (default 2)")
-    made.add_argument("--steps", type=int, default=24, help="counted iterations of a turn (default 24)")
-    made.add_argument("--secs", type=float, default=20.0, help="fewer, once a turn has taken so long (default 20)")
-    made.add_argument("--warm", type=int, default=8, help="iterations before them that are not counted (default 8)")
-    made.add_argument("--timeout", type=float, default=1800.0, help="seconds that a case may take (default 1800)")
-    made.add_argument("--dir", type=Path, default=None, help="where checkpoints are written (default: /dev/shm)")
-    made.add_argument("--json", type=Path, default=None, help="keep every single measurement in this file")
-    return made
+    command_line.add_argument("--layouts", type=words, default=tuple(SHAPES), help=f"default: {','.join(SHAPES)}")
+    command_line.add_argument("--policies", type=words, default=POLICIES, help=f"default: {','.join(POLICIES)}")
+    command_line.add_argument(
+        "--experts", type=words, default=("stacked",), help="stacked, listed, or both (default stacked)"
+    )
+    command_line.add_argument("--rounds", type=int, default=2, help="turns of every policy (default 2)")
+    command_line.add_argument("--steps", type=int, default=24, help="counted iterations of a turn (default 24)")
+    command_line.add_argument(
+        "--secs", type=float, default=20.0, help="fewer, once a turn has taken so long (default 20)"
+    )
+    command_line.add_argument(
+        "--warm", type=int, default=8, help="iterations before them that are not counted (default 8)"
+    )
+    command_line.add_argument(
+        "--timeout", type=float, default=1800.0, help="seconds that a case may take (default 1800)"
+    )
+    command_line.add_argument(
+        "--dir", type=Path, default=None, help="where checkpoints are written (default: /dev/shm)"
+    )
+    command_line.add_argument("--json", type=Path, default=None, help="keep every single measurement in this file")
+    return command_line
 
 
 def words(text: str) -> tuple[str, ...]:
@@ -134,7 +144,7 @@ def cases(options: argparse.Namespace) -> list[Case]:
         for word in getattr(options, option):
             if word not in known:
                 raise SystemExit(f"--{option} {word}: there is no such thing; choose from {', '.join(known)}")
-    found = []
+    results = []
     for layout in options.layouts:
         for kind in ("listed",) if layout == "megatron" else options.experts:
             for shape in options.shapes or SHAPES[layout]:
@@ -142,8 +152,8 @@ def cases(options: argparse.Namespace) -> list[Case]:
                     layers, experts = map(int, shape.split("x"))
                 except ValueError:
                     raise SystemExit(f"--shapes {shape}: write layers x experts like 48x128") from None
-                found.append(Case(layout, kind, layers, experts))
-    return found
+                results.append(Case(layout, kind, layers, experts))
+    return results
 
 
 Tell = Callable[[str], None]
@@ -174,19 +184,19 @@ def run_all(
         json_file: Of all measurements, written anew after each case; None for none.
     """
     console = Console(width=None if sys.stdout.isatty() else 150)
-    began, found = time.monotonic(), list[dict[str, Any]]()
+    began, result = time.monotonic(), list[dict[str, Any]]()
     try:
         with progress(console, len(runs) * parts) as tell:
             for run in runs:
-                found.append(run(tell))
+                result.append(run(tell))
                 if json_file:
-                    write_json(json_file, {**head, "took_secs": round(time.monotonic() - began), "cases": found})
+                    write_json(json_file, {**head, "took_secs": round(time.monotonic() - began), "cases": result})
     finally:
-        console.print(table(found))
-        for case in found:
+        console.print(table(result))
+        for case in result:
             for name, why in case["failed"].items():
                 console.print(f"failed: {case['name']}: {name}: {why}", markup=False, soft_wrap=True)
-    return 1 if any(case["failed"] for case in found) else 0
+    return 1 if any(case["failed"] for case in result) else 0
 
 
 def _run(case: Case, options: argparse.Namespace, tell: Tell) -> dict[str, Any]:
@@ -207,13 +217,13 @@ def _run(case: Case, options: argparse.Namespace, tell: Tell) -> dict[str, Any]:
         }
         command = [sys.executable, "-m", "benchmarks.step_rank", json.dumps(order)]
         commands = [[*command, str(rank)] for rank in range(ranks)]
-        why = follow(commands, home, options.timeout, lambda said: tell(f"{case}: {said}"))
+        why = follow(commands, home, options.timeout, lambda text: tell(f"{case}: {text}"))
         out = home / "found.json"
-        found: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {"rows": [], "failed": {}}
-    found |= {"name": str(case), "case": asdict(case) | {"shape": case.shape}, "ranks": ranks}
+        result: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {"rows": [], "failed": {}}
+    result |= {"name": str(case), "case": asdict(case) | {"shape": case.shape}, "ranks": ranks}
     if why is not None:
-        found["failed"]["process"] = why
-    return found
+        result["failed"]["process"] = why
+    return result
 
 
 def follow(commands: Sequence[Sequence[str]], home: Path, timeout: float, tell: Tell) -> str | None:
@@ -226,8 +236,8 @@ def follow(commands: Sequence[Sequence[str]], home: Path, timeout: float, tell: 
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
     running = []
     for rank, command in enumerate(commands):
-        with (home / f"rank_{rank}.txt").open("w") as said:
-            running.append(subprocess.Popen(command, env=env, cwd=ROOT, stdout=said, stderr=said))
+        with (home / f"rank_{rank}.txt").open("w") as log:
+            running.append(subprocess.Popen(command, env=env, cwd=ROOT, stdout=log, stderr=log))
     deadline, heard = time.monotonic() + timeout, 0
     try:
         while any(process.poll() is None for process in running) and time.monotonic() < deadline:
@@ -263,7 +273,7 @@ def place_of(given: Path | None) -> Path | None:
     return given
 
 
-def table(found: Sequence[dict[str, Any]]) -> Table:
+def table(results: Sequence[dict[str, Any]]) -> Table:
     """Also when cases or policies failed."""
     shown = Table(title="a checkpoint at every step, ms per iteration", title_justify="left")
     for column in ("layout, experts, shape", "policy"):
@@ -284,7 +294,7 @@ def table(found: Sequence[dict[str, Any]]) -> Table:
     )
     for column in (*columns, "old longer by"):
         shown.add_column(column, justify="right")
-    for case in found:
+    for case in results:
         for row in case["rows"]:
             shown.add_row(*_cells(case, row))
         for name in case["failed"]:

@@ -49,7 +49,7 @@ class StillState:
     def plain(self, *, described: bool = False) -> Mapping[str, Any]:
         return {}
 
-    def prepare(self, wanted: Mapping[str, TensorMeta]) -> None:
+    def prepare(self, requested: Mapping[str, TensorMeta]) -> None:
         """They exist already."""
 
     def require_loadable(self, plain: Mapping[str, Any]) -> None:

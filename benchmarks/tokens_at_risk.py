@@ -39,7 +39,7 @@ _EXAMPLE = "example: python benchmarks/tokens_at_risk.py --seeds 2    (about 10 
 
 def risks(policy: Policy, work: Workload, seed: int) -> tuple[np.ndarray, float]:
     """Tokens at risk after each step since the first checkpoint, and the skewness drawn."""
-    found = skewness(work.popularity(np.random.default_rng(seed)))
+    result = skewness(work.popularity(np.random.default_rng(seed)))
     run = SimulatedRun(policy, catalog(work.layers, work.experts), work.ranks)
     series = []
     for counts in _routed(work, np.random.default_rng(seed)):
@@ -47,7 +47,7 @@ def risks(policy: Policy, work: Workload, seed: int) -> tuple[np.ndarray, float]
         if run.store:
             newest = TokenBook.from_dict(run.store[-1].tokens, work.layers, work.experts)
             series.append(tokens_at_risk(newest.unsaved(Tier.STORAGE), run.run_ledger.tokens.applied))
-    return np.array(series), found
+    return np.array(series), result
 
 
 class InTurn(MoEtion):
@@ -97,8 +97,8 @@ def compare(shapes: Sequence[tuple[int, int, int]], steps: int, seeds: int) -> l
     """One row per shape and skewness: mean and highest tokens at risk of both selections."""
     rows = []
     for experts, saved, ranks in shapes:
-        for wanted in SKEWNESS:
-            work = Workload(4, experts, ranks, wanted, steps=steps)
+        for target in SKEWNESS:
+            work = Workload(4, experts, ranks, target, steps=steps)
             runs: dict[str, list[tuple[np.ndarray, float]]] = {
                 how: [risks(kind(experts=saved), work, seed) for seed in range(seeds)]
                 for how, kind in (("round_robin", InTurn), ("popular", MoEtion))
@@ -106,8 +106,8 @@ def compare(shapes: Sequence[tuple[int, int, int]], steps: int, seeds: int) -> l
             mean = {how: float(np.mean([series.mean() for series, _ in of])) for how, of in runs.items()}
             rows.append(
                 {
-                    "experts": experts, "saved_per_layer": saved, "ranks": ranks, "wanted_skewness": wanted,
-                    "skewness": round(float(np.mean([found for _, found in runs["popular"]])), 4),
+                    "experts": experts, "saved_per_layer": saved, "ranks": ranks, "wanted_skewness": target,
+                    "skewness": round(float(np.mean([result for _, result in runs["popular"]])), 4),
                     "mean": {how: round(value, 5) for how, value in mean.items()},
                     "highest": {how: round(float(max(s.max() for s, _ in of)), 5) for how, of in runs.items()},
                     "popular_over_round_robin": round(mean["popular"] / mean["round_robin"], 4),
@@ -120,18 +120,18 @@ LIMITED = ((16, 4, 1), (64, 16, 1))
 """Shapes that are tried without the limit, too."""
 
 
-def without_limit(steps: int, seeds: int, wanted: float = 0.3) -> list[dict[str, Any]]:
+def without_limit(steps: int, seeds: int, target: float = 0.3) -> list[dict[str, Any]]:
     """Highest tokens at risk if overdue experts might take a whole checkpoint, beside half of it, for each seed."""
     rows = []
     for experts, saved, ranks in LIMITED:
-        work = Workload(4, experts, ranks, wanted, steps=steps)
+        work = Workload(4, experts, ranks, target, steps=steps)
         highest = {}
         for name, limit in (("half", moetion.most_overdue), ("all", int)):
             with mock.patch.object(moetion, "most_overdue", limit):
-                found = (risks(MoEtion(experts=saved), work, seed)[0] for seed in range(seeds))
+                result = (risks(MoEtion(experts=saved), work, seed)[0] for seed in range(seeds))
                 # The beginning is left out: it is what the first rounds have at risk in any case.
-                highest[name] = [round(float(series[steps // 3 :].max()), 5) for series in found]
-        rows.append({"experts": experts, "saved_per_layer": saved, "wanted_skewness": wanted, "highest": highest})
+                highest[name] = [round(float(series[steps // 3 :].max()), 5) for series in result]
+        rows.append({"experts": experts, "saved_per_layer": saved, "wanted_skewness": target, "highest": highest})
     return rows
 
 
@@ -149,13 +149,13 @@ def _table(rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def main(argv: list[str] | None = None) -> int:
-    made = argparse.ArgumentParser(description=__doc__, epilog=_EXAMPLE)
-    made.add_argument("--seeds", type=int, default=4)
-    made.add_argument("--steps", type=int, default=100, help="iterations per run; the paper shows 100")
-    made.add_argument("--shapes", type=int, default=len(SHAPES), help="how many of the shapes")
-    made.add_argument("--write", action="store_true", help="keep the JSON in results/")
-    made.add_argument("--out", type=Path, default=report.RESULTS)
-    options = made.parse_args(argv)
+    parser = argparse.ArgumentParser(description=__doc__, epilog=_EXAMPLE)
+    parser.add_argument("--seeds", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=100, help="iterations per run; the paper shows 100")
+    parser.add_argument("--shapes", type=int, default=len(SHAPES), help="how many of the shapes")
+    parser.add_argument("--write", action="store_true", help="keep the JSON in results/")
+    parser.add_argument("--out", type=Path, default=report.RESULTS)
+    options = parser.parse_args(argv)
     rows = compare(SHAPES[: options.shapes], options.steps, options.seeds)
     console = Console(width=None if sys.stdout.isatty() else 110)
     console.print(_table(rows))

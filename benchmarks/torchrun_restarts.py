@@ -224,18 +224,18 @@ def _free_port() -> int:
 
 def judge(launch: Launch, ranks: int, jobs: Sequence[dict[str, Any]]) -> Found:
     """What ``run`` found of several jobs, in sum."""
-    found = Found(launch.name, launch.own_store, launch.nodes, ranks, len(jobs), 0, 0, 0, 0, [], {})
+    result = Found(launch.name, launch.own_store, launch.nodes, ranks, len(jobs), 0, 0, 0, 0, [], {})
     for job in jobs:
         events = job["events"]
-        found.hung += job["code"] is None
-        found.gave_up += job["code"] not in (None, 0)
+        result.hung += job["code"] is None
+        result.gave_up += job["code"] not in (None, 0)
         kills = [line["at"] for line in events if line["event"] == "kill"]
         for at, until in pairwise([*kills, float("inf")]):
-            _judge_restarts([line for line in events if at < line["at"] < until], at, ranks, found)
-    return found
+            _judge_restarts([line for line in events if at < line["at"] < until], at, ranks, result)
+    return result
 
 
-def _judge_restarts(events: Sequence[dict[str, Any]], killed_at: float, ranks: int, found: Found) -> None:
+def _judge_restarts(events: Sequence[dict[str, Any]], killed_at: float, ranks: int, results: Found) -> None:
     """Those between one kill and the next. Agents count restarts each for itself, so processes are what is counted."""
     reduced = [line for line in events if line["event"] == "reduced"]
     came = {line["pid"] for line in reduced}
@@ -243,15 +243,15 @@ def _judge_restarts(events: Sequence[dict[str, Any]], killed_at: float, ranks: i
     lost = [line for line in events if line["event"] == "failed" and line["pid"] in began - came]
     by_rank = Counter(line["rank"] for line in lost)
     failed = max(by_rank.values(), default=0)
-    found.failed += failed
-    found.restarts += failed
+    results.failed += failed
+    results.restarts += failed
     if len(came) >= ranks:
-        found.restarts += 1
-        found.secs.append(reduced[-1]["at"] - killed_at)
+        results.restarts += 1
+        results.secs.append(reduced[-1]["at"] - killed_at)
     shown = next((line["rank"] for line in lost if by_rank[line["rank"]] == failed), None)
     for line in (line for line in lost if line["rank"] == shown):
         kind = kind_of(line["error"])
-        found.errors[kind] = found.errors.get(kind, 0) + 1
+        results.errors[kind] = results.errors.get(kind, 0) + 1
 
 
 def kind_of(error: str) -> str:
@@ -260,13 +260,13 @@ def kind_of(error: str) -> str:
     return next((words for words in known if words in error), error.splitlines()[0][:60])
 
 
-def table(found: Sequence[Found]) -> Table:
+def table(results: Sequence[Found]) -> Table:
     shown = Table(title="Restarts after kill -9 of a worker", title_justify="left")
     for title in ("torchrun", "variable"):
         shown.add_column(title)
     for title in ("nodes", "ranks", "jobs", "restarts", "failed", "given up", "hung", "s", "most s"):
         shown.add_column(title, justify="right")
-    for one in found:
+    for one in results:
         middle = f"{sorted(one.secs)[len(one.secs) // 2]:.1f}" if one.secs else "-"
         most = f"{max(one.secs):.0f}" if one.secs else "-"
         numbers = (one.nodes, one.ranks, one.jobs, one.restarts, one.failed, one.gave_up, one.hung)
@@ -275,29 +275,33 @@ def table(found: Sequence[Found]) -> Table:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    command_line = argparse.ArgumentParser(
         prog="torchrun_restarts.py",
         description=__doc__,
         epilog=_EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.add_argument("--only", nargs="+", metavar="TEXT", help="launches whose title contains one of these")
-    made.add_argument("--ranks", nargs="+", type=int, default=[2, 4], help="in all (default 2 4)")
-    made.add_argument("--nodes", nargs="+", type=int, default=[1, 2], help="agents on this machine (default 1 2)")
-    made.add_argument("--variable", choices=("set", "unset", "both"), default="both", help=VARIABLE)
-    made.add_argument("--trials", type=int, default=2, help="jobs of each (default 2)")
-    made.add_argument("--kills", type=int, default=4, help="per job (default 4)")
-    made.add_argument("--seed", type=int, default=1, help="of the kills (default 1)")
-    made.add_argument("--limit", type=float, default=120.0, help="seconds after which a job has hung (default 120)")
-    made.add_argument("--write", action="store_true", help=f"keep the JSON in {RESULTS.name}/")
-    made.add_argument("--out", type=Path, default=RESULTS, help="another directory for --write")
-    return made
+    command_line.add_argument("--only", nargs="+", metavar="TEXT", help="launches whose title contains one of these")
+    command_line.add_argument("--ranks", nargs="+", type=int, default=[2, 4], help="in all (default 2 4)")
+    command_line.add_argument(
+        "--nodes", nargs="+", type=int, default=[1, 2], help="agents on this machine (default 1 2)"
+    )
+    command_line.add_argument("--variable", choices=("set", "unset", "both"), default="both", help=VARIABLE)
+    command_line.add_argument("--trials", type=int, default=2, help="jobs of each (default 2)")
+    command_line.add_argument("--kills", type=int, default=4, help="per job (default 4)")
+    command_line.add_argument("--seed", type=int, default=1, help="of the kills (default 1)")
+    command_line.add_argument(
+        "--limit", type=float, default=120.0, help="seconds after which a job has hung (default 120)"
+    )
+    command_line.add_argument("--write", action="store_true", help=f"keep the JSON in {RESULTS.name}/")
+    command_line.add_argument("--out", type=Path, default=RESULTS, help="another directory for --write")
+    return command_line
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parser().parse_args(argv)
     console = Console(width=None if sys.stdout.isatty() else 150)
-    wanted = [
+    cases = [
         (launch, ranks)
         for launch in launches()
         for ranks in options.ranks
@@ -306,24 +310,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         and options.variable in ("both", "set" if launch.own_store else "unset")
         and (not options.only or any(text in launch.title for text in options.only))
     ]
-    if not wanted:
+    if not cases:
         raise SystemExit(f"--only {' '.join(options.only or [])}: there is no such launch")
-    found: list[Found] = []
-    for launch, ranks in wanted:
+    results: list[Found] = []
+    for launch, ranks in cases:
         jobs = []
         for trial in range(options.trials):
             jobs.append(run(launch, ranks, options.kills, options.seed + trial, options.limit))
-        found.append(judge(launch, ranks, jobs))
-        last = found[-1]
+        results.append(judge(launch, ranks, jobs))
+        last = results[-1]
         console.print(
             f"{launch.title}, {launch.nodes} nodes, {ranks} ranks: {last.failed} of {last.restarts} "
             f"restarts failed {last.errors or ''}, {last.gave_up} jobs given up, {last.hung} hung",
             markup=False, soft_wrap=True,
         )  # fmt: skip
         if options.write:
-            content = {"machine": machine(), "kills": options.kills, "rows": [asdict(each) for each in found]}
+            content = {"machine": machine(), "kills": options.kills, "rows": [asdict(item) for item in results]}
             write_json(options.out / "torchrun_restarts.json", content)
-    console.print(table(found))
+    console.print(table(results))
     return 0
 
 

@@ -131,7 +131,7 @@ def run(policy: Policy, size: str, steps: int, directory: Path, *, acted: bool) 
         (times) and "waits".
     """
     SHAPES[size] = SIZES[size]
-    found: dict[str, Any] = {"cpu_ms": [], "wall_ms": [], "pages": [], "begun": []}
+    results: dict[str, Any] = {"cpu_ms": [], "wall_ms": [], "pages": [], "begun": []}
     gpu, device, hooks = ActedGPU() if acted else None, "cuda" if acted else "cpu", Hooks()
     gc.collect()
     with contextlib.ExitStack() as stack:
@@ -149,27 +149,27 @@ def run(policy: Policy, size: str, steps: int, directory: Path, *, acted: bool) 
                 told = saver(number)
                 secs, pages = hooks.take()
                 for name, value in (("cpu_ms", 1e3 * secs), ("wall_ms", 1e3 * told["hooks_secs"]), ("pages", pages)):
-                    found[name].append(value)
-                found["begun"].append(told["begun"])
-            found["calls"] = list(calls)
+                    results[name].append(value)
+                results["begun"].append(told["begun"])
+            results["calls"] = list(calls)
             if gpu is not None:
                 mine = threading.current_thread().name
-                found["locked_bytes"] = sum(nbytes for name, nbytes in gpu.lockers if name == mine)
-                found["unlocked"] = gpu.unlockers.count(mine)
-                found["waits"] = [f"{what} in {led[0]}" for what, led in gpu.waits]
-        found["state_bytes"] = training.state_nbytes
-    return found
+                results["locked_bytes"] = sum(nbytes for name, nbytes in gpu.lockers if name == mine)
+                results["unlocked"] = gpu.unlockers.count(mine)
+                results["waits"] = [f"{what} in {led[0]}" for what, led in gpu.waits]
+        results["state_bytes"] = training.state_nbytes
+    return results
 
 
 def main(argv: list[str] | None = None) -> int:
     """Measures and shows; the exit code is 1 if the training thread has waited for the device."""
-    made = argparse.ArgumentParser(description=__doc__, epilog=_EXAMPLE)
-    made.add_argument("--size", choices=sorted(SIZES), action="append", help="default: all")
-    made.add_argument("--steps", type=int, default=24)
-    made.add_argument("--dir", type=Path, default=Path("/dev/shm"), help="on a tmpfs (default /dev/shm)")
-    made.add_argument("--write", action="store_true", help="keep the JSON in results/")
-    made.add_argument("--out", type=Path, default=report.RESULTS)
-    chosen = made.parse_args(argv)
+    parser = argparse.ArgumentParser(description=__doc__, epilog=_EXAMPLE)
+    parser.add_argument("--size", choices=sorted(SIZES), action="append", help="default: all")
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--dir", type=Path, default=Path("/dev/shm"), help="on a tmpfs (default /dev/shm)")
+    parser.add_argument("--write", action="store_true", help="keep the JSON in results/")
+    parser.add_argument("--out", type=Path, default=report.RESULTS)
+    chosen = parser.parse_args(argv)
     torch.set_num_threads(1)
     console = Console(width=None if sys.stdout.isatty() else 150)
     results: dict[str, Any] = {"machine": report.machine(), "runs": {}}
@@ -181,12 +181,12 @@ def main(argv: list[str] | None = None) -> int:
             title=f"{size}: hooks of a step, medians behind the first {_WARM}; what all hooks did to memory",
         )
         for name, policy in POLICIES.items():
-            told = results["runs"][f"{name}, {size}"] = {}
+            summary = results["runs"][f"{name}, {size}"] = {}
             for kind in ("cpu", "acted") if size == "slices" else ("acted",):
-                with tempfile.TemporaryDirectory(dir=chosen.dir, prefix="moe_ckpt_thread_") as place:
-                    told[kind] = run(policy, size, steps, Path(place), acted=kind == "acted")
-            waited = waited or bool(told["acted"]["waits"])
-            table.add_row(name, *_times(told.get("cpu")), *_memory(told["acted"]))
+                with tempfile.TemporaryDirectory(dir=chosen.dir, prefix="moe_ckpt_thread_") as directory:
+                    summary[kind] = run(policy, size, steps, Path(directory), acted=kind == "acted")
+            waited = waited or bool(summary["acted"]["waits"])
+            table.add_row(name, *_times(summary.get("cpu")), *_memory(summary["acted"]))
         console.print(table)
     if chosen.write:
         report.write_json(chosen.out / "training_thread.json", results)

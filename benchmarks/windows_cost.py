@@ -171,8 +171,8 @@ def run_once(name: str, policy: Policy | None, module: Workload, batch: int, sha
     watcher = _Watcher(fit, shape, gate, ours, expected)
     directory.mkdir(parents=True)
     try:
-        made = trainer(len(shape.phases), directory, watcher, *([] if ours is None else [ours]))
-        made.fit(module, batches(module.config, batch))
+        lightning_trainer = trainer(len(shape.phases), directory, watcher, *([] if ours is None else [ours]))
+        lightning_trainer.fit(module, batches(module.config, batch))
         fit.side = _side_bytes(directory, watcher.records)
     finally:
         shutil.rmtree(directory, ignore_errors=True)
@@ -180,12 +180,12 @@ def run_once(name: str, policy: Policy | None, module: Workload, batch: int, sha
 
 
 def _side_bytes(directory: Path, records: dict[int, StepRecord]) -> int:
-    found = []
+    results = []
     for entry in directory.glob("step_*"):
         record = records.get(int(entry.name.split("_")[1].split(".")[0]))
         if record is not None:
-            found.append(sum(f.stat().st_size for f in entry.rglob("*") if f.is_file()) - record.nbytes)
-    return max(found, default=0)
+            results.append(sum(f.stat().st_size for f in entry.rglob("*") if f.is_file()) - record.nbytes)
+    return max(results, default=0)
 
 
 def measure(
@@ -219,26 +219,26 @@ def measure(
 
 def rows(fits: Sequence[Fit]) -> list[dict[str, Any]]:
     """Per contestant, over its fits: medians over rounds; ``ratios`` are those of each round."""
-    made = []
+    table_rows = []
     for name in dict.fromkeys(fit.contestant for fit in fits):
-        those = [fit for fit in fits if fit.contestant == name]
-        nbytes = [n for fit in those for n in fit.nbytes]
-        pairs = [(n, e) for fit in those for n, e in zip(fit.nbytes, fit.expected, strict=True) if e]
-        windows = [w for fit in those for w in fit.windows if w]
-        made.append(
+        selected = [fit for fit in fits if fit.contestant == name]
+        nbytes = [n for fit in selected for n in fit.nbytes]
+        pairs = [(n, e) for fit in selected for n, e in zip(fit.nbytes, fit.expected, strict=True) if e]
+        windows = [w for fit in selected for w in fit.windows if w]
+        table_rows.append(
             {
                 "name": name,
                 "bytes": mean(nbytes) if nbytes else 0,
                 "heaviest_bytes": max(nbytes, default=0),
-                "compute_bytes": mean(n for fit in those for n in fit.frozen) if nbytes else 0,
-                "side_bytes": median(fit.side for fit in those),
+                "compute_bytes": mean(n for fit in selected for n in fit.frozen) if nbytes else 0,
+                "side_bytes": median(fit.side for fit in selected),
                 "off_formula": max((abs(n / e - 1) for n, e in pairs), default=None),
                 "window": [min(windows), max(windows)] if windows else None,
-                "iteration_ms": median(median(fit.reference) for fit in those) * 1e3,
-                "stall_ms": median(mean(fit.stalls) for fit in those) * 1e3 if nbytes else 0.0,
-                "stall_share": median(fit.stall_share for fit in those) if nbytes else 0.0,
-                "ratio": median(fit.ratio for fit in those),
-                "ratios": [fit.ratio for fit in those],
+                "iteration_ms": median(median(fit.reference) for fit in selected) * 1e3,
+                "stall_ms": median(mean(fit.stalls) for fit in selected) * 1e3 if nbytes else 0.0,
+                "stall_share": median(fit.stall_share for fit in selected) if nbytes else 0.0,
+                "ratio": median(fit.ratio for fit in selected),
+                "ratios": [fit.ratio for fit in selected],
             }
         )
-    return made
+    return table_rows

@@ -31,7 +31,7 @@ def measure(
     failed: Failures,
 ) -> dict[str, dict[str, Any]]:
     """Both chains: name -> facts of ``facts``; of one that raises, the reason in ``failed``."""
-    found = {}
+    results = {}
     for name, policy in {
         f"dense every {interval}": ("dense", interval),
         f"MoEvement, W={window}": ("windows", window),
@@ -40,8 +40,8 @@ def measure(
         life = Life(policy, str(where), size, batch, threads)
         with failed.of(name):
             where.mkdir(parents=True)
-            found[name] = _chain(name, life, interval, kills, seed, tell)
-    return found
+            results[name] = _chain(name, life, interval, kills, seed, tell)
+    return results
 
 
 def _chain(name: str, life: Life, interval: int, kills: int, seed: int, tell: Callable[[str], None]) -> dict[str, Any]:
@@ -62,13 +62,13 @@ def facts(log: str) -> dict[str, Any]:
     """Returns what each restart cost, and means."""
     lives = lives_of(log)
     restarts = restarts_in(lives)
-    again = [each.recomputed for each in restarts]
+    again = [restart.recomputed for restart in restarts]
     return {
-        "restarts": [asdict(each) for each in restarts],
+        "restarts": [asdict(restart) for restart in restarts],
         "recomputed_mean": mean(again),
         "recomputed_max": max(again),
-        "secs_mean": mean(each.secs for each in restarts),
-        "secs_max": max(each.secs for each in restarts),
-        "loading_secs": median(each.loading_secs for each in restarts),
+        "secs_mean": mean(restart.secs for restart in restarts),
+        "secs_max": max(restart.secs for restart in restarts),
+        "loading_secs": median(restart.loading_secs for restart in restarts),
         "iteration_ms": iteration_secs(lives) * 1e3,
     }

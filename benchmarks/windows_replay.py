@@ -78,8 +78,8 @@ class _Curious(pl.Callback):
 def _train(config: GPTMoEConfig, batch: int, listed: bool, window: int, store: Path) -> tuple[int, int]:
     """A store whose newest checkpoint is a window: its first and last step."""
     ours = MoECheckpoint(MoEvement(window=window), store, save_last=False, when_busy="wait")
-    made = trainer(2 * window + 2, store.parent, ours)
-    made.fit(workload(config, listed=listed), batches(config, batch))
+    lightning_trainer = trainer(2 * window + 2, store.parent, ours)
+    lightning_trainer.fit(workload(config, listed=listed), batches(config, batch))
     reader = StoreReader(open_storage(store))
     slots = reader.manifest(reader.directories()[0]).slots
     return slots[0].step, slots[-1].step
@@ -89,8 +89,10 @@ def _resume(config: GPTMoEConfig, batch: int, listed: bool, leave_out: bool, las
     """Compute the window again and a few more iterations; nothing is saved, so that it can be done again."""
     ours = MoECheckpoint(_NEVER, store, save_last=False)
     clock = _Clock(ours)
-    made = trainer(last + _SETTLE + _ORDINARY, store.parent, clock, *([] if leave_out else [_Curious()]), ours)
-    made.fit(workload(config, listed=listed), batches(config, batch))
+    lightning_trainer = trainer(
+        last + _SETTLE + _ORDINARY, store.parent, clock, *([] if leave_out else [_Curious()]), ours
+    )
+    lightning_trainer.fit(workload(config, listed=listed), batches(config, batch))
     return clock
 
 
@@ -130,22 +132,22 @@ def _times(clock: _Clock) -> dict[str, list[float]]:
 
 def rows(samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Per combination: a replayed iteration as ratio to an ordinary one of the same fit; median and all rounds."""
-    made = []
+    table_rows = []
     for experts, leave_out in dict.fromkeys((s["experts"], s["leave_out"]) for s in samples):
-        those = [s for s in samples if (s["experts"], s["leave_out"]) == (experts, leave_out)]
-        compute = [median(s["replayed_compute_ms"]) / median(s["ordinary_compute_ms"]) for s in those]
-        whole = [median(s["replayed_ms"]) / median(s["ordinary_ms"]) for s in those]
-        made.append(
+        selected = [s for s in samples if (s["experts"], s["leave_out"]) == (experts, leave_out)]
+        compute = [median(s["replayed_compute_ms"]) / median(s["ordinary_compute_ms"]) for s in selected]
+        whole = [median(s["replayed_ms"]) / median(s["ordinary_ms"]) for s in selected]
+        table_rows.append(
             {
                 "experts": experts,
                 "leave_out": leave_out,
-                "replayed_iterations": len(those[0]["replayed_ms"]),
-                "without_gradients": mean(those[0]["without_gradients"]),
-                "ordinary_ms": median(median(s["ordinary_ms"]) for s in those),
+                "replayed_iterations": len(selected[0]["replayed_ms"]),
+                "without_gradients": mean(selected[0]["without_gradients"]),
+                "ordinary_ms": median(median(s["ordinary_ms"]) for s in selected),
                 "compute_ratio": median(compute),
                 "compute_ratios": compute,
                 "ratio": median(whole),
                 "ratios": whole,
             }
         )
-    return made
+    return table_rows

@@ -11,9 +11,9 @@ from benchmarks.report import MIB
 Found = Mapping[str, Any]
 
 
-def lines(found: Found) -> Iterator[str]:
+def lines(results: Found) -> Iterator[str]:
     """Markdown, as in docs/moevement.md, "Cost"."""
-    facts, machine = found["facts"], found["facts"]["machine"]
+    facts, machine = results["facts"], results["facts"]["machine"]
     yield ""
     yield (
         f"{machine['cores']} cores, {machine['memory_gib']} GB, {machine['gpus']} GPUs, torch {machine['torch']}, "
@@ -21,13 +21,13 @@ def lines(found: Found) -> Iterator[str]:
         f"{facts['threads']} compute threads, checkpoints in {facts['storage']}; load average at the "
         f"beginning {machine['load_average_1min']}."
     )
-    if "cost" in found:
-        yield from _cost(found["cost"], facts)
-    if "recovery" in found:
-        yield from _recovery(found["recovery"], facts)
-    if "replay" in found:
-        yield from _replay(found["replay"], facts)
-    yield from (f"failed: {name}: {why}" for name, why in found.get("failed", {}).items())
+    if "cost" in results:
+        yield from _cost(results["cost"], facts)
+    if "recovery" in results:
+        yield from _recovery(results["recovery"], facts)
+    if "replay" in results:
+        yield from _replay(results["replay"], facts)
+    yield from (f"failed: {name}: {why}" for name, why in results.get("failed", {}).items())
 
 
 def _table(head: Sequence[str], body: Sequence[Sequence[str]]) -> Iterator[str]:
@@ -130,7 +130,7 @@ def _replay(replay: Found, facts: Found) -> Iterator[str]:
     )
 
 
-def plot(path: Path, found: Found) -> bool:
+def plot(path: Path, results: Found) -> bool:
     """One panel per measurement; False without matplotlib or anything to draw."""
     try:
         import matplotlib
@@ -139,14 +139,14 @@ def plot(path: Path, found: Found) -> bool:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    parts = [(name, draw) for name, draw in _PANELS.items() if name in found]
+    parts = [(name, draw) for name, draw in _PANELS.items() if name in results]
     if not parts:
         return False
     figure, panels = pyplot.subplots(
         1, len(parts), figsize=(4.6 * len(parts), 3.4), squeeze=False, layout="constrained"
     )
     for panel, (name, draw) in zip(panels[0], parts, strict=True):
-        draw(panel, found[name], found["facts"])
+        draw(panel, results[name], results["facts"])
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=110)
     pyplot.close(figure)

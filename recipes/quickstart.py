@@ -33,8 +33,8 @@ class MoELayer(nn.Module):
         weights, chosen = self.router(tokens).softmax(-1).topk(2)
         out = tokens
         for number, expert in enumerate(self.experts):
-            rows, place = torch.where(chosen == number)
-            out = out.index_add(0, rows, weights[rows, place, None] * expert(tokens[rows]))
+            rows, position = torch.where(chosen == number)
+            out = out.index_add(0, rows, weights[rows, position, None] * expert(tokens[rows]))
         return out
 
 

@@ -33,18 +33,22 @@ _SIZES = {"cuda": (4 << 30, 20, 20), "cpu": (64 << 20, 4, 6)}
 
 def parser() -> argparse.ArgumentParser:
     """Returns the parser of the command line."""
-    made = argparse.ArgumentParser(
+    command_line = argparse.ArgumentParser(
         prog="python -m benchmarks.gpu",
         description=__doc__,
         epilog=_EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    made.add_argument("--minutes", type=float, default=8.0, help="nothing new is begun later (default 8)")
-    made.add_argument("--half", choices=("first", "second"), help="rates and iterations, or restarts and exactness")
-    made.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
-    made.add_argument("--dir", type=Path, default=Path("/dev/shm"), help="on a tmpfs (default /dev/shm)")
-    made.add_argument("--out", type=Path, help="write the results there, as JSON")
-    return made
+    command_line.add_argument("--minutes", type=float, default=8.0, help="nothing new is begun later (default 8)")
+    command_line.add_argument(
+        "--half", choices=("first", "second"), help="rates and iterations, or restarts and exactness"
+    )
+    command_line.add_argument(
+        "--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu"
+    )
+    command_line.add_argument("--dir", type=Path, default=Path("/dev/shm"), help="on a tmpfs (default /dev/shm)")
+    command_line.add_argument("--out", type=Path, help="write the results there, as JSON")
+    return command_line
 
 
 def machine(device: str) -> dict[str, Any]:

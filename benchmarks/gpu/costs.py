@@ -126,19 +126,19 @@ def measure(
         try:
             with contestant(path) as saver:
                 cost.first_ms, _ = _iterate(training, step, first, saver)
-                cost.warm_ms, told = _iterate(training, step + first, warm, saver)
+                cost.warm_ms, entries = _iterate(training, step + first, warm, saver)
         except Exception as error:  # of any kind: peers are other people's code
             cost.problem = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-            told = []
+            entries = []
         step += first + warm
         after = _iterate(training, step, max(3, warm // 2), lambda number: {})[0]
         step += max(3, warm // 2)
         cost.reference_ms = statistics.median([*before, *after])
         before = after
-        if told:
-            cost.hooks_ms = 1e3 * statistics.fmean(one.get("hooks_secs", 0.0) for one in told)
-            cost.begun, cost.left_out = (sum(bool(one.get(key)) for one in told) for key in ("begun", "left_out"))
-            cost.behind_steps = told[-1].get("behind")
+        if entries:
+            cost.hooks_ms = 1e3 * statistics.fmean(one.get("hooks_secs", 0.0) for one in entries)
+            cost.begun, cost.left_out = (sum(bool(one.get(key)) for one in entries) for key in ("begun", "left_out"))
+            cost.behind_steps = entries[-1].get("behind")
         costs.append(cost)
         say(f"{name}: {cost.problem or f'{cost.inflation:.3f} times an iteration of {cost.reference_ms:.1f} ms'}")
     return costs
@@ -146,10 +146,10 @@ def measure(
 
 def _iterate(training: Training, step: int, count: int, saver: Saver) -> tuple[list[float], list[dict[str, Any]]]:
     """Milliseconds of each iteration, and what the saver told of it."""
-    clock, told = Clock(training.device), []
+    clock, results = Clock(training.device), []
     for number in range(step + 1, step + count + 1):
         clock.mark()
         training.step(number)
-        told.append(saver(number))
+        results.append(saver(number))
     clock.mark()
-    return clock.milliseconds(), told
+    return clock.milliseconds(), results

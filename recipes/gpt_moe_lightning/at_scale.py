@@ -62,10 +62,10 @@ def simulate() -> list[AtScale]:
     return read(json.loads(done.stdout))
 
 
-def read(found: dict[str, Any]) -> list[AtScale]:
+def read(results: dict[str, Any]) -> list[AtScale]:
     """From what ``moe-ckpt simulate --json`` writes."""
     rows = []
-    for run in found["runs"]:
+    for run in results["runs"]:
         outcome = run["outcomes"][0]
         spent = outcome["spent"]
         redone = (spent["lost"] + spent["replay"]) / sum(spent.values())

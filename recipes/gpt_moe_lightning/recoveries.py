@@ -65,7 +65,7 @@ def recoveries_in(run_dir: Path, ranks: Sequence[Sequence[dict[str, Any]]]) -> I
         if len(restored) < len(ranks) or not before or not after:
             continue
         step = restored[0]["step"]
-        own, peers, storage = (sum(r[place] for r in restored) for place in ("own", "peers", "storage"))
+        own, peers, storage = (sum(r[position] for r in restored) for position in ("own", "peers", "storage"))
         secs = after[0]["time"] - before[-1]["time"]
         yield Recovery(killed, step, own, peers, storage, max(0, before[-1]["step"] - step), secs)
 

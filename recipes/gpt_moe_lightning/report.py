@@ -233,13 +233,13 @@ def draw(plot: Plot, runs: Sequence[RunSummary]) -> bytes:
     return _png(figure)
 
 
-def _fill(figure: Any, place: Any, plot: Plot, runs: Sequence[RunSummary]) -> Any:
+def _fill(figure: Any, position: Any, plot: Plot, runs: Sequence[RunSummary]) -> Any:
     """Draw the plot where ``place``, of a grid, says; the axes with the curves."""
     if not plot.difference:
-        axes = figure.add_subplot(place)
+        axes = figure.add_subplot(position)
         lowest = axes
     else:
-        upper, lower = place.subgridspec(2, 1, height_ratios=(1.5, 1), hspace=0.05)
+        upper, lower = position.subgridspec(2, 1, height_ratios=(1.5, 1), hspace=0.05)
         axes = figure.add_subplot(upper)
         axes.tick_params(labelbottom=False)
         lowest = figure.add_subplot(lower, sharex=axes)
@@ -269,7 +269,7 @@ def _fill_differences(axes: Any, plot: Plot, runs: Sequence[RunSummary]) -> None
 
 def differences(run: RunSummary, baseline: RunSummary, metric: str) -> Curve:
     """Steps that both did, and by how much ``run`` is above."""
-    ours, theirs = (dict(zip(*each.curve(metric), strict=True)) for each in (run, baseline))
+    ours, theirs = (dict(zip(*item.curve(metric), strict=True)) for item in (run, baseline))
     steps = sorted(ours.keys() & theirs.keys())
     return steps, [ours[step] - theirs[step] for step in steps]
 
@@ -283,17 +283,17 @@ def alternative(plot: Plot, runs: Sequence[RunSummary]) -> str:
     """What the picture shows, for those who do not see it."""
     steps = max((run.steps for run in runs), default=0)
     kills = ", ".join(map(str, kills_of(runs)))
-    told = f"{plot.title} ({plot.unit}) over iterations 1 to {steps}, a line per run"
-    told += f", kills after iterations {kills}. " if kills else ". "
+    text = f"{plot.title} ({plot.unit}) over iterations 1 to {steps}, a line per run"
+    text += f", kills after iterations {kills}. " if kills else ". "
     for run in runs:
         values = [value * plot.scale for value in run.curve(plot.metric)[1]]
         if values:
-            told += f"{run.title}: {min(values):.4g} to {max(values):.4g}, in the end {values[-1]:.4g}. "
+            text += f"{run.title}: {min(values):.4g} to {max(values):.4g}, in the end {values[-1]:.4g}. "
     if plot.difference:
         away = [(run.title, [abs(v) for v in differences(run, runs[0], plot.metric)[1]]) for run in runs[1:]]
-        most = ", ".join(f"{title} {max(each):.2g}" if any(each) else f"{title} 0" for title, each in away if each)
-        told += f"Lower panel, largest difference to {runs[0].title}: {most}."
-    return told.strip()
+        most = ", ".join(f"{title} {max(item):.2g}" if any(item) else f"{title} 0" for title, item in away if item)
+        text += f"Lower panel, largest difference to {runs[0].title}: {most}."
+    return text.strip()
 
 
 def heat_alternative(runs: Sequence[RunSummary]) -> str:
@@ -349,11 +349,11 @@ def _recoveries_section(runs: Sequence[RunSummary]) -> str:
     """Of the runs whose checkpoints lie in memory, a row for each kill."""
     in_memory = [run for run in runs if run.memory_bytes]
     tables = [
-        f"<h3>{html.escape(run.title)}</h3>" + _table(recoveries.COLUMNS, (each.cells() for each in run.recoveries))
+        f"<h3>{html.escape(run.title)}</h3>" + _table(recoveries.COLUMNS, (kill.cells() for kill in run.recoveries))
         for run in in_memory
     ]
-    told = f"<h2>{recoveries.TITLE}</h2><p>{html.escape(recoveries.TEXT)}</p>"
-    return told + "".join(tables) if tables else ""
+    text = f"<h2>{recoveries.TITLE}</h2><p>{html.escape(recoveries.TEXT)}</p>"
+    return text + "".join(tables) if tables else ""
 
 
 def _scale_section(scale: Sequence[AtScale]) -> str:

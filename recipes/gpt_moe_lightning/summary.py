@@ -74,22 +74,22 @@ class RunSummary:
     @property
     def losses(self) -> dict[int, set[float]]:
         """Step -> its training loss, or losses if it came out differently when it was computed again."""
-        found: dict[int, set[float]] = {}
+        results: dict[int, set[float]] = {}
         for record in self.records:
             if "train/loss" in record:
-                found.setdefault(int(record["step"]), set()).add(record["train/loss"])
-        return found
+                results.setdefault(int(record["step"]), set()).add(record["train/loss"])
+        return results
 
     @property
     def restart_steps(self) -> list[int]:
         """The last finished step before each restart."""
-        found, reached = [], 0
+        result, reached = [], 0
         for record in self.records:
             if "train/loss" in record:
                 reached = int(record["step"])
             elif record.get("event") == "process_start" and record.get("generation", 0) > 0:
-                found.append(reached)
-        return found
+                result.append(reached)
+        return result
 
     @property
     def checkpoints(self) -> int:
@@ -245,16 +245,16 @@ def over_ranks(ranks: list[list[dict[str, Any]]]) -> list[dict[str, Any]]:
 
 def _merged(same: list[dict[str, Any]]) -> dict[str, float]:
     """Of one step, what all ranks say together."""
-    found: dict[str, float] = {
+    results: dict[str, float] = {
         name: sum(r.get(name, 0) for r in same) for name in ("moe_ckpt/bytes", "moe_ckpt/bytes_compute")
     }
-    found[STORED] = found["moe_ckpt/bytes"] * same[0].get("moe_ckpt/to_storage", 1)
-    found["moe_ckpt/stall_ms"] = max(r["moe_ckpt/stall_ms"] for r in same)
+    results[STORED] = results["moe_ckpt/bytes"] * same[0].get("moe_ckpt/to_storage", 1)
+    results["moe_ckpt/stall_ms"] = max(r["moe_ckpt/stall_ms"] for r in same)
     if "moe_ckpt/memory_bytes" in same[0]:
         for name in ("moe_ckpt/memory_bytes", *_COUNTED.values()):
-            found[name] = sum(r.get(name, 0) for r in same)
-        found["moe_ckpt/replica_lag_steps"] = max(r.get("moe_ckpt/replica_lag_steps", 0) for r in same)
-    return found
+            results[name] = sum(r.get(name, 0) for r in same)
+        results["moe_ckpt/replica_lag_steps"] = max(r.get("moe_ckpt/replica_lag_steps", 0) for r in same)
+    return results
 
 
 def _behind(record: Mapping[str, Any]) -> dict[str, float]:

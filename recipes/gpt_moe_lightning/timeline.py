@@ -62,9 +62,9 @@ def cost(run: RunSummary, baseline: RunSummary) -> str:
 def draw_timeline(axes: Any, runs: Sequence[RunSummary]) -> None:
     """A bar for each run, with a mark at each kill, and the cost at the right."""
     drawn = [spans(run) for run in runs]
-    longest = max((each[-1].end for each in drawn if each), default=1.0)
-    for row, (run, each) in enumerate(zip(runs, drawn, strict=True)):
-        for span in each:
+    longest = max((item[-1].end for item in drawn if item), default=1.0)
+    for row, (run, pair) in enumerate(zip(runs, drawn, strict=True)):
+        for span in pair:
             axes.barh(row, span.end - span.begin, left=span.begin, color=COLOURS[span.kind], height=0.6)
             if span.kind == DOWN:
                 axes.plot(span.begin, row, marker="X", markersize=11, color="black", markeredgecolor="white")

@@ -213,8 +213,8 @@ def main(cfg: DictConfig) -> float:
     config = run_config(cfg)
     faults = kill_hook(config, OmegaConf.select(cfg, "moe_ckpt.memory.directory"))
     watch_phases(None if faults is None else faults.on_phase)
-    wanted = "_target_" in (cfg.get("moe_ckpt") or {})  # "~moe_ckpt" on the command line leaves it out
-    checkpoint = instantiate(cfg.moe_ckpt) if wanted else None
+    saves = "_target_" in (cfg.get("moe_ckpt") or {})  # "~moe_ckpt" on the command line leaves it out
+    checkpoint = instantiate(cfg.moe_ckpt) if saves else None
     return float(train(config, checkpoint, faults)["val_loss"])
 
 

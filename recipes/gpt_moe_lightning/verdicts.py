@@ -52,11 +52,11 @@ def _counted(baseline: RunSummary, run: RunSummary) -> Verdict:
 
 def _from_memory(run: RunSummary) -> Verdict:
     """Whether storage was needed neither for the lost node nor for the processes."""
-    lost = [each for each in run.recoveries if each.killed.node]
-    stored = sum(each.storage for each in run.recoveries)
-    if len(run.recoveries) < run.kills or stored or not all(each.peers for each in lost):
+    lost = [recovery for recovery in run.recoveries if recovery.killed.node]
+    stored = sum(recovery.storage for recovery in run.recoveries)
+    if len(run.recoveries) < run.kills or stored or not all(item.peers for item in lost):
         return Verdict(False, f"{run.title}: NOT from memory alone: {human_bytes(stored)} were read from storage.")
-    node = human_bytes(sum(each.peers for each in lost))
+    node = human_bytes(sum(item.peers for item in lost))
     return Verdict(
         True,
         f"{run.title}: a node was lost with its memory; its successor got {node} from the other node. Storage was "

@@ -113,9 +113,9 @@ class ParallelConfig:
         model = self.tp * self.pp
         fits = world_size == self.ranks if self.dp is not None else world_size % self.ranks == 0
         if not fits:
-            wanted = self.ranks if self.dp is not None else f"a multiple of {self.ranks}"
+            expected = self.ranks if self.dp is not None else f"a multiple of {self.ranks}"
             raise ValueError(
-                f"parallel: tp={self.tp} pp={self.pp} ep={self.ep} dp={self.dp} needs {wanted} processes, not "
+                f"parallel: tp={self.tp} pp={self.pp} ep={self.ep} dp={self.dp} needs {expected} processes, not "
                 f"{world_size}: start another number of them, or change parallel.dp"
             )
         return world_size // model

@@ -121,14 +121,14 @@ def whole_model(model: ModelConfig) -> WholeModel:
         layers = tuple(MoELayer(i, x.name, x.experts, x.top_k) for i, x in enumerate(inventory.layers))
         numbers = {layer.name: layer.index for layer in layers}
         elements: dict[str, int] = {}
-        found: dict[str, Operator] = {}
+        results: dict[str, Operator] = {}
         for live in inventory.parameters:
             for part, owner in zip(live.parts, live.owners, strict=True):
                 operator = _operator(owner, numbers)
-                found.setdefault(operator.id, operator)
+                results.setdefault(operator.id, operator)
                 elements[operator.id] = elements.get(operator.id, 0) + part.stop - part.start
     # Policies ask for ids, kinds and layers only: one made-up parameter stands for each operator.
-    return WholeModel(Catalog(tuple(found.values()), layers, dict.fromkeys(found, (1,))), elements)
+    return WholeModel(Catalog(tuple(results.values()), layers, dict.fromkeys(results, (1,))), elements)
 
 
 def _operator(owner: Owner, numbers: Mapping[str, int]) -> Operator:

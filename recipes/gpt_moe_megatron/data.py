@@ -93,11 +93,11 @@ class TokenFile:
         return rows
 
     def _window(self, index: int) -> Tokens:
-        epoch, place = divmod(index, self.windows)
+        epoch, position = divmod(index, self.windows)
         if epoch not in self._order:
             self._order.clear()  # samples are read in order: one epoch, but for a batch that spans two
             self._order[epoch] = np.random.default_rng([self.seed, epoch]).permutation(self.windows)
-        start = int(self._order[epoch][place]) * self.seq
+        start = int(self._order[epoch][position]) * self.seq
         return self.tokens[start : start + self.seq + 1].astype(np.int64)
 
 

@@ -75,7 +75,7 @@ def run_scenario(scenario: Scenario, settings: Settings, console: Console) -> Ru
     run_dir.mkdir(parents=True)
     output = run_dir / "output.log"
     environment = {**os.environ, "PYTHON": sys.executable, "MAX_RESTARTS": str(settings.kills + 2)}
-    kills, began, told = KillNews(), time.monotonic(), 0
+    kills, began, shown = KillNews(), time.monotonic(), 0
     console.print(f"{scenario.title}: started; its output: {output}", soft_wrap=True)
     with (
         output.open("wb") as file,
@@ -90,8 +90,8 @@ def run_scenario(scenario: Scenario, settings: Settings, console: Console) -> Ru
             for line in kills.lines(run_dir):
                 console.print(f"{scenario.title}: {line}", soft_wrap=True)
             reached = summarise(scenario.title, run_dir).steps
-            if reached >= told + 10:
-                told = reached
+            if reached >= shown + 10:
+                shown = reached
                 console.print(f"{scenario.title}: iteration {reached} of {settings.steps}")
     if process.returncode:
         raise RuntimeError(last_words(scenario.title, process.returncode, output))
@@ -99,13 +99,13 @@ def run_scenario(scenario: Scenario, settings: Settings, console: Console) -> Ru
 
 
 def table(runs: Sequence[RunSummary]) -> Table:
-    made = Table(title="What it cost", title_justify="left")
-    made.add_column("")
+    grid = Table(title="What it cost", title_justify="left")
+    grid.add_column("")
     for run in runs:
-        made.add_column(run.title, justify="right")
+        grid.add_column(run.title, justify="right")
     for title, *cells in zip(ROWS, *(table_cells(run, runs[0]) for run in runs), strict=True):
-        made.add_row(title, *cells)
-    return made
+        grid.add_row(title, *cells)
+    return grid
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -43,15 +43,15 @@ WINDOWS_COMPARED = 8
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
+    command = argparse.ArgumentParser(
         prog="sizes.py", description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    made.add_argument("overrides", nargs="*", metavar="group=choice", help="as for train.py")
-    made.add_argument("--k", type=int, default=1, help="experts per layer that MoC saves (default: 1)")
-    made.add_argument("--iteration-secs", type=float, default=2.0, metavar="SECS", help="of training (default: 2)")
-    made.add_argument("--bandwidth", type=float, default=1.0, metavar="GB/S", help="of one rank (default: 1)")
-    made.add_argument("--json", action="store_true", help="print one JSON object")
-    return made
+    command.add_argument("overrides", nargs="*", metavar="group=choice", help="as for train.py")
+    command.add_argument("--k", type=int, default=1, help="experts per layer that MoC saves (default: 1)")
+    command.add_argument("--iteration-secs", type=float, default=2.0, metavar="SECS", help="of training (default: 2)")
+    command.add_argument("--bandwidth", type=float, default=1.0, metavar="GB/S", help="of one rank (default: 1)")
+    command.add_argument("--json", action="store_true", help="print one JSON object")
+    return command
 
 
 def compose(overrides: Sequence[str]) -> RunConfig:
@@ -73,15 +73,15 @@ def context(whole: WholeModel, precision: Precision, ranks: int, secs: float, ba
     return PolicyContext(model, RunFacts(1, last_step=0), measured)
 
 
-def saved_bytes(policy: Policy, given: PolicyContext) -> int:
+def saved_bytes(policy: Policy, policy_context: PolicyContext) -> int:
     """Bytes of one checkpoint, all ranks together."""
-    policy.check(given.model.catalog)
-    return sum(given.model.sizes[op].full for op in policy.plan(given).full)
+    policy.check(policy_context.model.catalog)
+    return sum(policy_context.model.sizes[op].full for op in policy.plan(policy_context).full)
 
 
-def window(given: PolicyContext) -> WindowReport:
+def window(policy_context: PolicyContext) -> WindowReport:
     """MoEvement's window."""
-    report: WindowReport = MoEvement().explain(given)
+    report: WindowReport = MoEvement().explain(policy_context)
     return report
 
 
@@ -126,31 +126,32 @@ def _stage(count: RankCount, run: RunConfig, precision: Precision) -> dict[str, 
     }
 
 
-def show(run: RunConfig, found: dict[str, Any]) -> None:
-    _show_model(found)
-    _show_ranks(run, found)
-    _show_policies(found)
+def show(run: RunConfig, results: dict[str, Any]) -> None:
+    _show_model(results)
+    _show_ranks(run, results)
+    _show_policies(results)
 
 
-def _show_model(found: dict[str, Any]) -> None:
-    model, rows = found["model"], []
+def _show_model(results: dict[str, Any]) -> None:
+    model, rows = results["model"], []
     paper = model["paper"] or {}
     for name in ("total", "active"):
-        said = paper.get(name)
-        compared = ("-", "-") if said is None else (f"{said / 1e9:g} B", f"{model[name] / said - 1:+.1%}")
+        size = paper.get(name)
+        compared = ("-", "-") if size is None else (f"{size / 1e9:g} B", f"{model[name] / size - 1:+.1%}")
         rows.append((name, _count(model[name]), *compared))
     rows.append(("in experts", _count(model["experts"]), "-", "-"))
     print_table(("parameters", "here", paper.get("name", "paper"), "off by"), rows)
 
 
-def _show_ranks(run: RunConfig, found: dict[str, Any]) -> None:
+def _show_ranks(run: RunConfig, results: dict[str, Any]) -> None:
     p = run.parallel
     print(
-        f"bytes of one rank: tp={p.tp} pp={p.pp} ep={p.ep} dp={p.dp or 1}, {found['ranks']} ranks, {found['precision']}"
+        f"bytes of one rank: tp={p.tp} pp={p.pp} ep={p.ep} dp={p.dp or 1}, {results['ranks']} ranks, "
+        f"{results['precision']}"
     )
     columns = ("stage", "parameters", "weights", "gradients", "masters", "Adam", "sum", "masters", "Adam", "sum")
     rows = []
-    for stages, stage in _alike(found["stages"]):
+    for stages, stage in _alike(results["stages"]):
         whole, sharded = stage["whole"], stage["sharded"]
         cells = [_count(stage["parameters"]), _gb(whole["weights"]), _gb(whole["gradients"])]
         for kind in (whole, sharded):
@@ -163,22 +164,22 @@ def _show_ranks(run: RunConfig, found: dict[str, Any]) -> None:
 
 def _alike(stages: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
     """Neighbouring stages that hold equally much, as one: ("1-4", facts)."""
-    found: list[tuple[int, dict[str, Any]]] = []
+    results: list[tuple[int, dict[str, Any]]] = []
     for stage in stages:
-        if not found or {**found[-1][1], "stage": 0} != {**stage, "stage": 0}:
-            found.append((stage["stage"], stage))
-    ends = [first - 1 for first, _ in found[1:]] + [stages[-1]["stage"]]
+        if not results or {**results[-1][1], "stage": 0} != {**stage, "stage": 0}:
+            results.append((stage["stage"], stage))
+    ends = [first - 1 for first, _ in results[1:]] + [stages[-1]["stage"]]
     return [
         (str(first) if first == end else f"{first}-{end}", stage)
-        for (first, stage), end in zip(found, ends, strict=True)
+        for (first, stage), end in zip(results, ends, strict=True)
     ]
 
 
-def _show_policies(found: dict[str, Any]) -> None:
-    dense, ranks, moevement = found["dense_bytes"], found["ranks"], found["moevement"]
+def _show_policies(results: dict[str, Any]) -> None:
+    dense, ranks, moevement = results["dense_bytes"], results["ranks"], results["moevement"]
     rows = [
         _saved("dense", dense, dense, ranks),
-        _saved(f"MoC, K = {found['moc_k']}", found["moc_bytes"], dense, ranks),
+        _saved(f"MoC, K = {results['moc_k']}", results["moc_bytes"], dense, ranks),
     ]
     size, slots = moevement["window"], moevement["slot_bytes"]
     shown = range(size) if size <= WINDOWS_COMPARED else sorted({0, slots.index(max(slots)), size - 1})
@@ -190,7 +191,7 @@ def _show_policies(found: dict[str, Any]) -> None:
     print(f"W = {size} at {secs:g} s per iteration and {rate / 1e9:g} GB/s per rank: {verdict}")
     needs = [f"W={size}: {_gb(int(rate))}" for size, rate in moevement["bandwidth_by_window"].items()]
     print("least bandwidth per rank and second for " + ", ".join(needs))
-    held = [stage["parameters"] for stage in found["stages"]]
+    held = [stage["parameters"] for stage in results["stages"]]
     print(
         f"per rank: if all ranks saved equally much; the fullest stage holds {max(held) * len(held) / sum(held):.2f} "
         "times the average"
@@ -214,11 +215,11 @@ def _gb(nbytes: int) -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     args = parser().parse_args(argv)
     run = compose(args.overrides)
-    found = facts(run, args)
+    result = facts(run, args)
     if args.json:
-        print(json.dumps(found, indent=2))
+        print(json.dumps(result, indent=2))
     else:
-        show(run, found)
+        show(run, result)
 
 
 if __name__ == "__main__":

@@ -64,12 +64,12 @@ class RunSummary:
     @property
     def losses(self) -> dict[int, set[float]]:
         """Iteration -> its loss, or losses if it came out differently on another rank or when it was computed again."""
-        found: dict[int, set[float]] = {}
+        results: dict[int, set[float]] = {}
         for rank in range(len(self.ranks)):
             for row in self._iterations(rank):
                 if row["loss"] is not None:
-                    found.setdefault(row["iteration"], set()).add(row["loss"])
-        return found
+                    results.setdefault(row["iteration"], set()).add(row["loss"])
+        return results
 
     @property
     def parameters(self) -> tuple[str | None, ...]:
@@ -86,12 +86,12 @@ class RunSummary:
 
     def _together(self) -> list[Rows]:
         """The rows of all ranks of each executed iteration that all of them wrote down, replays left out."""
-        found: dict[tuple[int, int], Rows] = {}
+        results: dict[tuple[int, int], Rows] = {}
         for rank in range(len(self.ranks)):
             for row in self._iterations(rank):
                 if "moe_ckpt/nbytes" in row and not row["moe_ckpt/replayed"]:
-                    found.setdefault((row["generation"], row["iteration"]), []).append(row)
-        return [rows for rows in found.values() if len(rows) == len(self.ranks)]
+                    results.setdefault((row["generation"], row["iteration"]), []).append(row)
+        return [rows for rows in results.values() if len(rows) == len(self.ranks)]
 
     def _last(self, name: str) -> float:
         return next((row[name] for row in reversed(self._iterations(0)) if name in row), 0)

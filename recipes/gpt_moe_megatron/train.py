@@ -255,11 +255,11 @@ def checkpoint_settings(cfg: DictConfig) -> dict[str, Any] | None:
         return None
     others = ("_target_", "store")
     settings = {str(key): value for key, value in cfg.moe_ckpt.items() if key not in others}
-    found = {key: instantiate(value) if OmegaConf.is_config(value) else value for key, value in settings.items()}
+    results = {key: instantiate(value) if OmegaConf.is_config(value) else value for key, value in settings.items()}
     store: Any = OmegaConf.to_container(cfg.moe_ckpt.store, resolve=True)
-    above = {key: found.pop(key, None) for key in ("dirpath", "timeout_secs")}
+    above = {key: results.pop(key, None) for key in ("dirpath", "timeout_secs")}
     where = {**store, **{key: value for key, value in above.items() if value is not None}}
-    return {**found, **where, "memory": found.get("memory") or None}
+    return {**results, **where, "memory": results.get("memory") or None}
 
 
 @hydra.main(version_base="1.3", config_path=str(HERE / "conf"), config_name="train")

@@ -13,6 +13,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 PRINTED = {
     "with_lightning": r"exit code 0\nexit code -9\nexit code 0\nthe same bits as without a kill: True\n",
     "with_pytorch": r"exit code 0\nexit code -9\nexit code -9\nexit code 0\nthe same bits as without kills: True\n",
+    "with_fabric": r"exit code 0\nexit code -9\nexit code -9\nexit code 0\nthe same bits as without kills: True\n",
     "with_transformers": r"(\{.*\}\n|exit code (0|-9)\n)+the same bits as without kills: True\n",
     "with_megatron": r"trained from iteration 0 .*( \S+)\nexit code 0\nexit code -9\ntrained .*\1\nexit code 0\n",
     "policy": r"exit code -9\nresumed at step [12]\d, \d+ pairs of token and expert lost\nexit code 0\n",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import secrets
 from functools import partial
 from pathlib import Path
@@ -9,16 +10,21 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric import Fabric
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import distribute_module
 from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 import moe_ckpt
-from moe_ckpt.errors import ConfigError, MoECheckpointError
+from moe_ckpt.callbacks import MoECheckpoint
+from moe_ckpt.errors import ConfigError, MoECheckpointError, UnsupportedError
 from moe_ckpt.policies import Dense, MoC
 from tests.integration import plain_run
 from tests.integration.plain_run import STEPS, Loop
 from tests.support.kills import Kill, drawn, killed
-from tests.support.processes import Outcome, start_ranks
+from tests.support.processes import Outcome, run_ranks, start_ranks
 
 WINDOWS, LOG = ("MoEvement", {"window": 3}), ("GradientLog", {})
 
@@ -177,6 +183,54 @@ def test_a_loader_that_cannot_say_where_it_is_is_refused(tmp_path: Path):
         moe_ckpt.attach(*made(), dirpath=tmp_path, stateful={"loader": DataLoader([1])})
 
 
+@pytest.mark.parametrize("framework", ["fabric", "accelerate"])
+def test_a_loader_that_was_prepared_is_refused(tmp_path: Path, framework: str):
+    """Its state is not that of the loader, or it has none."""
+    loader = StatefulDataLoader([1], batch_size=1)
+    prepared = Fabric(accelerator="cpu", devices=1).setup_dataloaders(loader)
+    if framework == "accelerate":
+        prepared = pytest.importorskip("accelerate").Accelerator(cpu=True).prepare(loader)
+    with pytest.raises(ConfigError, match="is what accelerate or Fabric makes of a data loader"):
+        moe_ckpt.attach(*made(), dirpath=tmp_path, stateful={"loader": prepared})
+
+
+def test_a_loader_that_is_being_iterated_is_refused(tmp_path: Path):
+    loader = StatefulDataLoader(list(range(8)), batch_size=2)
+    for _ in range(2):  # of a new run and of a restart
+        model, optimizer = made()
+        with moe_ckpt.attach(model, optimizer, policy=Dense(), dirpath=tmp_path, stateful={"data": loader}) as ckpt:
+            batches = iter(loader)
+            with pytest.raises(ConfigError, match=r"'data': \.\.\.} is being iterated.*before iter\(loader\)"):
+                ckpt.resume()
+            del batches
+            begun = ckpt.resume().step
+            for _ in loader:
+                step(model, optimizer)
+                ckpt.after_step(begun + 1)
+                break
+    assert begun == 1
+
+
+def test_a_lightning_callback_of_fabric_is_refused(tmp_path: Path):
+    fabric = Fabric(accelerator="cpu", devices=1, callbacks=[MoECheckpoint(dirpath=tmp_path)])
+    with pytest.raises(ConfigError, match=r"Fabric calls none of its hooks.*moe_ckpt\.attach"):
+        fabric.setup(*made())
+
+
+def on_a_mesh_of_one(rank: int, world_size: int, root: str) -> str:
+    model, _ = made()
+    mesh = DeviceMesh("cpu", [0])
+    distribute_module(model[0].moe.experts, mesh)
+    with pytest.raises(UnsupportedError) as error:
+        moe_ckpt.attach(model, torch.optim.SGD(model.parameters(), lr=0.1), dirpath=f"{root}/store")
+    return str(error.value)
+
+
+def test_a_mesh_without_some_ranks_is_refused_on_all(tmp_path: Path):
+    for message in run_ranks(on_a_mesh_of_one, 2, str(tmp_path)):
+        assert re.search(r"'0\.moe\.experts\.\w+' lies on DeviceMesh.*not all of the 2 ranks", message)
+
+
 def test_objects_without_names_are_refused(tmp_path: Path):
     model, optimizer = made()
     schedule = torch.optim.lr_scheduler.ConstantLR(optimizer)
@@ -188,6 +242,12 @@ def test_a_model_without_moe_layers_is_refused_by_a_policy_of_experts(tmp_path: 
     model = nn.Linear(2, 2)
     with pytest.raises(MoECheckpointError, match=r"register_moe"):
         moe_ckpt.attach(model, torch.optim.SGD(model.parameters(), 0.1), policy=MoC(k=1), dirpath=tmp_path)
+
+
+def test_a_model_without_moe_layers_is_told_of_by_other_policies(tmp_path: Path, caplog):
+    model = nn.Linear(2, 2)
+    moe_ckpt.attach(model, torch.optim.SGD(model.parameters(), 0.1), policy=Dense(), dirpath=tmp_path).close()
+    assert "no MoE layer was found (tell of one by moe_ckpt.register_moe" in caplog.text
 
 
 def test_other_stateful_objects_than_the_checkpoints_are_named(tmp_path: Path):

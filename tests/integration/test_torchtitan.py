@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import secrets
 from dataclasses import MISSING, fields, replace
 from functools import partial
@@ -183,6 +184,20 @@ def test_pipeline_stages_are_refused():
     trainer = SimpleNamespace(parallel_dims=SimpleNamespace(pp_enabled=True))
     with pytest.raises(UnsupportedError, match="pipeline_parallel_degree=1"):
         build(states={"train_state": trainer})
+
+
+def on_a_mesh_of_one(rank: int, world_size: int) -> str:
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import distribute_module
+
+    with pytest.raises(UnsupportedError) as error:
+        build(model_parts=[distribute_module(nn.Linear(2, 2), DeviceMesh("cpu", [0]))])
+    return str(error.value)
+
+
+def test_parameters_on_a_part_of_the_ranks_are_refused():
+    for message in run_ranks(on_a_mesh_of_one, 2, preload=WARM):
+        assert re.search(r"parameter 'weight' lies on DeviceMesh.*spmd_backend='partial_dtensor'", message)
 
 
 def test_a_folder_of_torchtitans_own_manager_is_refused(tmp_path: Path):

@@ -14,10 +14,12 @@ from torch.utils.data import DataLoader
 
 pytest.importorskip("accelerate")
 
+from transformers import LlamaConfig, LlamaForCausalLM
+
 import moe_ckpt
 from moe_ckpt.callbacks import MoECheckpoint
-from moe_ckpt.errors import ConfigError
-from moe_ckpt.policies import Dense
+from moe_ckpt.errors import ConfigError, UnsupportedError
+from moe_ckpt.policies import Dense, MoC
 from moe_ckpt.transformers import MoECheckpointCallback
 from tests.integration import transformers_run
 from tests.integration.test_plain_loop import require_alike
@@ -234,6 +236,28 @@ class _Lightning(pl.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.AdamW(self.parameters(), lr=0.0)
+
+
+def test_another_models_optimizer_is_refused(tmp_path: Path):
+    trainer = transformers_run.trainer(str(tmp_path), Run(), MoECheckpointCallback(dirpath=tmp_path / "store"))
+    trainer.optimizer = torch.optim.AdamW(transformers_run.model().parameters())
+    with pytest.raises(UnsupportedError, match="is not among the model's"):
+        trainer.train()
+
+
+def test_a_model_without_moe_layers_is_refused_or_told_of(tmp_path: Path, caplog):
+    size = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2}
+    dense = LlamaForCausalLM(LlamaConfig(vocab_size=64, hidden_size=32, intermediate_size=32, **size))
+    for policy in (MoC(k=1), Dense()):
+        callback = MoECheckpointCallback(policy, dirpath=tmp_path / type(policy).__name__)
+        trainer = transformers_run.trainer(str(tmp_path), Run(settings={"max_steps": 1}), callback)
+        trainer.model = trainer.model_wrapped = dense
+        if isinstance(policy, Dense):
+            trainer.train()
+            assert "no MoE layer was found (tell of one by moe_ckpt.register_moe" in caplog.text
+        else:
+            with pytest.raises(ConfigError, match=r"(?s)MoC.*no MoE layer.*register_moe"):
+                trainer.train()
 
 
 def test_weights_go_from_host_to_host(tmp_path: Path):

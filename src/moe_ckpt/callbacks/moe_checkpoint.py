@@ -242,6 +242,13 @@ class MoECheckpoint(_Unranked):
         trainer.strategy.checkpoint_io.fitting = lambda: trainer.state.fn == TrainerFn.FITTING
         trainer.strategy.checkpoint_io.of_all_ranks = True
 
+    def on_after_setup(self, fabric: Any, module: Any) -> None:
+        """Refuses Fabric, which calls this hook and no other, so that nothing would be saved."""
+        raise ConfigError(
+            "MoECheckpoint is a callback of Lightning's Trainer, and Fabric calls none of its hooks. Give what "
+            "fabric.setup(model, optimizer) returns to moe_ckpt.attach (docs/pytorch.md)"
+        )
+
     def on_fit_start(self, trainer: Any, pl_module: pl.LightningModule) -> None:
         previous, self._fit, self._first.fit = self._fit, None, None
         if trainer.fast_dev_run:

@@ -44,6 +44,13 @@ class LoopHost(Host):
 
     def __init__(self, stateful: Mapping[str, Stateful]) -> None:
         for name, target in stateful.items():
+            if any(
+                isinstance(getattr(target, inner, None), DataLoader) for inner in ("base_dataloader", "_dataloader")
+            ):
+                raise ConfigError(
+                    f"{self.attach}: {name} ({type(target).__name__}) is what accelerate or Fabric makes of a data "
+                    "loader. Give the StatefulDataLoader itself"
+                )
             if not (hasattr(target, "state_dict") and hasattr(target, "load_state_dict")):
                 is_loader = isinstance(target, DataLoader)
                 raise ConfigError(

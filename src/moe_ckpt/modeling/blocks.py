@@ -86,6 +86,16 @@ def own_rows(tensor: torch.Tensor) -> torch.Tensor:
     return block_in(tensor)[:0] if repeated else block_in(tensor)
 
 
+def require_known_holders(name: str, parameter: torch.Tensor, ranks: int) -> None:
+    """Raises ``UnsupportedError`` for a DTensor on a mesh without some ranks: it is not known what these hold."""
+    if is_dtensor(parameter) and (mesh := _root(parameter.device_mesh)).size() != ranks:  # type: ignore[attr-defined]
+        raise UnsupportedError(
+            f"parameter {name!r} lies on {mesh}, which is not all of the {ranks} ranks, so it is not known what the "
+            "others hold. Slice the meshes of all parameters from one of all ranks, init_device_mesh(..., "
+            "mesh_dim_names=...)[...]"
+        )
+
+
 def block_of(tensor: torch.Tensor, what: str) -> LocalBlock:
     """This rank's block of ``tensor``; ``what`` names it in messages.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from moe_ckpt.driver.run import Driver
 from moe_ckpt.driver.states import Action, Moment
 from moe_ckpt.driver.torch_model import open_torch
 from moe_ckpt.errors import ConfigError, UnsupportedError
+from moe_ckpt.modeling.blocks import require_known_holders
 from moe_ckpt.modeling.bucket_order import BucketOrder
 from moe_ckpt.modeling.rng import capture_rng, restore_rng
 from moe_ckpt.modeling.routing import TrainingPasses
@@ -99,6 +101,8 @@ class PlainCheckpoint(AttachedCheckpoint):
             )
         module = model.module if isinstance(model, DistributedDataParallel) else model
         ranks = dist.get_world_size() if dist.is_initialized() else 1
+        for name, parameter in module.named_parameters():
+            require_known_holders(name, parameter, ranks)
         super().__init__(PlainHost(module, optimizers, stateful, ranks), options)
         passes = TrainingPasses()
         passes.in_batch = True  # a forward pass in eval mode is training's if it records gradients
@@ -137,9 +141,11 @@ class PlainCheckpoint(AttachedCheckpoint):
 
         Raises:
             NoCheckpointError: There are checkpoints, but none that can be used.
-            ConfigError: The checkpoint and this run contradict each other.
+            ConfigError: The checkpoint and this run contradict each other, or a data loader is being iterated.
         """
         driver, host = self._driver, self._host
+        for name, loader in host.stateful.items():
+            _require_not_iterated(name, loader)
         host.progress = Position(step)
         driver.resume()
         restored = driver.restored
@@ -271,3 +277,17 @@ def _require_usable(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
                 f"moe_ckpt.attach: {type(optimizer).__name__} is no torch.optim.Optimizer. Give the optimizer that a "
                 "wrapper holds, which is the one that updates parameters"
             )
+
+
+_OWN_REFERENCES = 3
+"""To an iterator that nobody else has: the loader's, and two of ``_require_not_iterated``."""
+
+
+def _require_not_iterated(name: str, loader: Any) -> None:
+    """Raises if somebody has an iterator of a data loader, which would not learn of the position."""
+    iterator = getattr(loader, "_iterator", None) if isinstance(loader, DataLoader) else None
+    if iterator is not None and sys.getrefcount(iterator) > _OWN_REFERENCES:
+        raise ConfigError(
+            f"resume(): the data loader stateful={{{name!r}: ...}} is being iterated, and an iterator keeps its own "
+            "position in the data. Call resume() before iter(loader), and before the loop over it"
+        )

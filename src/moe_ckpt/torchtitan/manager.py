@@ -70,7 +70,7 @@ class CheckpointManager(BaseCheckpointManager):
                 batches since again. The policy decides which steps are saved.
             policy: What is saved when; None: ``CheckFreq()``.
             resume, save_last, retention, host_memory_bytes, budget_fraction, memory, when_busy, timeout_secs, profile,
-                weights_from, state_from, on_read_error, access: See ``moe_ckpt.run.options.Options``.
+                weights_from, state_from, on_read_error, access, checksum_threads: See ``moe_ckpt.run.options.Options``.
         """
 
         enable: bool = True
@@ -89,6 +89,7 @@ class CheckpointManager(BaseCheckpointManager):
         state_from: str | None = None
         on_read_error: str = "stop"
         access: str = "private"
+        checksum_threads: int | None = None
 
         def __post_init__(self) -> None:
             for field in fields(BaseCheckpointManager.Config):

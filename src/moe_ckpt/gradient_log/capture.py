@@ -15,6 +15,8 @@ from itertools import chain
 from operator import is_
 from typing import Any, Protocol
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -24,6 +26,7 @@ from moe_ckpt.gradient_log.optimizers import Update, copied_value, coupling_of
 from moe_ckpt.gradient_log.units import Unit
 from moe_ckpt.modeling.blocks import block_in
 from moe_ckpt.modeling.optimizer_state import require_plain
+from moe_ckpt.modeling.watching import versions
 from moe_ckpt.stopwatch import Stopwatch
 
 Describe = Callable[[int, int, torch.Tensor], Unit]
@@ -49,10 +52,10 @@ class ConsumedGradients:
     stay: bool
     apart: bool = False
     _changed_before: tuple[str, ...] = ()
-    _versions: Sequence[int] = field(init=False, repr=False)
+    _versions: npt.NDArray[np.int64] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_versions", [gradient._version for gradient in self.gradients])
+        object.__setattr__(self, "_versions", versions(self.gradients))
 
     def changed(self) -> tuple[str, ...]:
         """Returns names of units whose gradients were written to since, as far as torch counts that.
@@ -60,11 +63,8 @@ class ConsumedGradients:
         What was read of them is not what the optimizer consumed: drop it, which leaves a gap. Not seen are writes by
         kernels that torch does not know of, and those of a fused optimizer (see ``stay``).
         """
-        versions = zip(self.units, self.gradients, self._versions, strict=True)
-        return (
-            *self._changed_before,
-            *(unit.name for unit, gradient, version in versions if gradient._version != version),
-        )
+        written = np.flatnonzero(versions(self.gradients) != self._versions).tolist()
+        return *self._changed_before, *(self.units[at].name for at in written)
 
     def apart_from_training(self, *, dropped: bool) -> ConsumedGradients:
         """Returns the gradients in memory that training does not write to.

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 from moe_ckpt.gradient_log.capture import GradientCapture
 from moe_ckpt.modeling.blocks import block_in
-from moe_ckpt.modeling.watching import Entries, addresses
+from moe_ckpt.modeling.watching import Entries, addresses, versions
 
 log = logging.getLogger("moe_ckpt")
 
@@ -55,8 +55,7 @@ class Writes:
     def note(self) -> None:
         """Notes the present state as correct."""
         self._addresses = addresses(self._lies)
-        with torch._C.DisableTorchFunction():  # a default device would run Python for each
-            self._versions = np.array([tensor._version for tensor in self._counted], dtype=np.int64)
+        self._versions = versions(self._counted)
 
     def changed(self) -> Sequence[str]:
         """Returns the names of those that changed since they were noted, and notes them."""

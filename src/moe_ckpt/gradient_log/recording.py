@@ -76,7 +76,7 @@ class RunLog(GradientConsumer, GradientRecord):
         self._layout: tuple[object, Mapping[str, Any]] = None, {}
         self._capture: GradientCapture | None = None
         self._consumed: list[ConsumedGradients] = []
-        self._templates: tuple[Sequence[StateTensor], Mapping[_Region, StateTensor]] = (), {}
+        self._gradients: _Gradients | None = None
         self._names: dict[Any, FixedStrings] = {}
         self._edits = EditWatch(self._optimizers, copies, gathered=gathered)
         self._edited_steps = EditedSteps(type(policy).__name__)
@@ -163,9 +163,9 @@ class RunLog(GradientConsumer, GradientRecord):
         """
         if self._capture is None:
             return StepGradients((), {"updates": [], "counts": []}, ())
-        templates = self._templates_of(tensors)
+        described = self._described_by(tensors)
         gradients = [
-            _gradient(unit, piece, gradient, templates, self._stored)
+            described(unit, piece, gradient)
             for consumed in self._consumed
             for unit, gradient in zip(consumed.units, consumed.gradients, strict=True)
             for piece in unit.pieces
@@ -207,16 +207,11 @@ class RunLog(GradientConsumer, GradientRecord):
             self._layout = tensors, layout.encoded()
         return self._layout[1]
 
-    def _templates_of(self, tensors: Sequence[StateTensor]) -> Mapping[_Region, StateTensor]:
-        """Who holds and writes each block: as of its optimizer state, or of the weights where there is none."""
-        if self._templates[0] is not tensors:
-            templates: dict[_Region, StateTensor] = {}
-            for tensor in tensors:
-                region = tensor.parameter, tuple(tensor.offsets), tuple(tensor.local.shape)
-                if region not in templates or not tensor.key.startswith("model/"):
-                    templates[region] = tensor
-            self._templates = tensors, templates
-        return self._templates[1]
+    def _described_by(self, tensors: Sequence[StateTensor]) -> _Gradients:
+        """Made once for the same tensors."""
+        if self._gradients is None or self._gradients.tensors is not tensors:
+            self._gradients = _Gradients(tensors, self._stored)
+        return self._gradients
 
     def _plain(self, update: Update) -> dict[str, Any]:
         return {
@@ -265,24 +260,49 @@ def _groups_of(capture: GradientCapture) -> dict[tuple[int, str], int]:
     return {(unit.optimizer, unit.name): unit.group for unit in capture.units()}
 
 
-def _gradient(
-    unit: Unit, piece: UnitBlock, gradient: torch.Tensor, templates: Mapping[_Region, StateTensor], stored: str | None
-) -> StateTensor:
-    region = piece.parameter, tuple(piece.box.offsets), tuple(piece.box.shape)
-    template = templates.get(region)
-    if template is None:
-        raise UnsupportedError(
-            f"the optimizer updates a block of {piece.parameter} at {piece.box.offsets} that is not part of the "
-            "training state: its gradients cannot be logged. Use a policy that saves full state."
+class _Gradients:
+    """Describes the gradients of blocks; what does not change from step to step is remembered.
+
+    Args:
+        tensors: The training state. It tells who holds and writes each block: as of its optimizer state, or of the
+            weights where there is none.
+        stored: Type that wider gradients are saved in, as named in headers.
+    """
+
+    def __init__(self, tensors: Sequence[StateTensor], stored: str | None) -> None:
+        self.tensors, self._stored = tensors, stored
+        self._templates: dict[_Region, StateTensor] = {}
+        for tensor in tensors:
+            region = tensor.parameter, tuple(tensor.offsets), tuple(tensor.local.shape)
+            if region not in self._templates or not tensor.key.startswith("model/"):
+                self._templates[region] = tensor
+        self._described: dict[tuple[int, torch.dtype], tuple[UnitBlock, StateTensor]] = {}
+        """By block, which is kept so that no other has its number, and the gradient's type."""
+
+    def __call__(self, unit: Unit, piece: UnitBlock, gradient: torch.Tensor) -> StateTensor:
+        """Returns the part of a unit's gradient that belongs to one of its blocks."""
+        local = piece.view(block_in(gradient))
+        described = self._described.get((id(piece), local.dtype))
+        if described is None:
+            described = self._described[id(piece), local.dtype] = piece, self._describe(unit, piece, local)
+        return described[1].with_local(local)
+
+    def _describe(self, unit: Unit, piece: UnitBlock, local: torch.Tensor) -> StateTensor:
+        template = self._templates.get((piece.parameter, tuple(piece.box.offsets), tuple(piece.box.shape)))
+        if template is None:
+            raise UnsupportedError(
+                f"the optimizer updates a block of {piece.parameter} at {piece.box.offsets} that is not part of the "
+                "training state: its gradients cannot be logged. Use a policy that saves full state."
+            )
+        is_wider = self._stored is not None and local.element_size() > itemsize(self._stored)
+        return StateTensor(
+            key=f"{GRADIENT}{unit.optimizer}/{piece.parameter}",
+            parameter=piece.parameter,
+            local=local.new_empty(0),
+            offsets=piece.box.offsets,
+            global_shape=template.global_shape,
+            replicated=template.replicated,
+            duplicate=template.duplicate,
+            writer=template.writer,
+            stored=self._stored if is_wider else None,
         )
-    return StateTensor(
-        key=f"{GRADIENT}{unit.optimizer}/{piece.parameter}",
-        parameter=piece.parameter,
-        local=piece.view(block_in(gradient)),
-        offsets=piece.box.offsets,
-        global_shape=template.global_shape,
-        replicated=template.replicated,
-        duplicate=template.duplicate,
-        writer=template.writer,
-        stored=stored if stored is not None and gradient.element_size() > itemsize(stored) else None,
-    )

@@ -31,16 +31,13 @@ from moe_ckpt.driver.changes import (
     schedules_of,
     trainable_changes,
 )
-from moe_ckpt.driver.host import End, Host, loading_state
+from moe_ckpt.driver.host import End
+from moe_ckpt.driver.torch_model import TorchHost
 from moe_ckpt.format.manifest import Manifest, state_path
 from moe_ckpt.format.run_records import Finished
-from moe_ckpt.interop.handover import Handover, load_handover
-from moe_ckpt.interop.weights import LoadedWeights, load_module_weights
 from moe_ckpt.modeling.names import is_compiled
-from moe_ckpt.modeling.rng import Generators, capture_rng, restore_rng
 from moe_ckpt.modeling.routing import TrainingPasses
 from moe_ckpt.modeling.training_state import TorchTrainingState
-from moe_ckpt.ports import Communicator
 from moe_ckpt.recovery.executing import Restored, rank_of_state
 from moe_ckpt.recovery.replay import Repeated
 from moe_ckpt.recovery.resume import other_ranks
@@ -52,7 +49,7 @@ if TYPE_CHECKING:
 _Plain = Mapping[str, Any]
 
 
-class LightningHost(Host):
+class LightningHost(TorchHost):
     """One fit's trainer, from ``on_fit_start`` on.
 
     Attributes:
@@ -63,21 +60,21 @@ class LightningHost(Host):
         ended: Training came to its end, by no exception.
     """
 
+    module: pl.LightningModule
+
     def __init__(
         self, trainer: Any, module: pl.LightningModule, options: Options, count_update: Callable[[], bool]
     ) -> None:
+        super().__init__(module, trainer.optimizers)
         self._count_update = count_update
         self.trainer = trainer
-        self.module = module
-        self.state = TorchTrainingState(module, trainer.optimizers)
-        self.generators = Generators(capture_rng, restore_rng)
         self.windows: Windows | None = None
         self.data: DataPosition | None = None
         self.passes = TrainingPasses()
         self.settled, self.ended = True, False
         self._options = options
         frozen = hashlib.sha256("\n".join(_untrained(self.state)).encode()).hexdigest()[:16]
-        self._configured: _Plain = configured(trainer) | {"frozen": frozen}
+        self._configured = configured(trainer) | {"frozen": frozen}
         self._retained_state: tuple[int, _Plain] | None = None
 
     @property
@@ -94,33 +91,19 @@ class LightningHost(Host):
         plain = restored.plain
         same = plain["configured"]["frozen"] == self._configured["frozen"]  # then training has frozen or thawed some
         thawed = [] if same else trainable_changes(plain["plain"]["frozen"], _untrained(self.state))
-        with loading_state("the model and its optimizers", restored.path):
-            self.state.load_plain(plain["plain"])
+        self._load_model(plain, restored.path)
         differences = changes(self.trainer, plain, self._configured) + thawed
         self._configured = plain["configured"]
         restore_checkpoint(self.trainer, plain["checkpoint"], restored.path)
-        self.generators.take(plain["rng"])
         return differences, other_ranks(restored.manifest, self.trainer.world_size)
 
-    def advance_counts(self, missed: Mapping[str, int]) -> None:
-        self.state.advance_counts(missed)
+    @property
+    def _scheduled(self) -> Iterable[Any]:
+        schedulers = [config.scheduler for config in self.trainer.lr_scheduler_configs]
+        return [*schedulers, getattr(self.trainer.precision_plugin, "scaler", None)]
 
-    def load_weights(self, path: str, comm: Communicator) -> LoadedWeights:
-        strict = self.module.strict_loading  # if False, names may be missing on either side, as for Lightning's own
-        return load_module_weights(path, self.state, comm, self.module, strict=strict)
-
-    def load_state(self, path: str, comm: Communicator, experts: Sequence[int]) -> tuple[Handover, Sequence[Change]]:
-        handover = load_handover(path, self.state, comm, experts)
-        with loading_state("the model and its optimizers", handover.path):
-            self.state.load_plain(handover.plain["plain"])
-            schedulers = [config.scheduler for config in self.trainer.lr_scheduler_configs]
-            handover.hand_out([*schedulers, getattr(self.trainer.precision_plugin, "scaler", None)])
-        differences = list(optimizer_changes(handover.groups, self._configured["optimizers"]))
-        if handover.groups:
-            self._configured = {**self._configured, "optimizers": handover.groups}
-        count_steps(self.trainer, handover.manifest.step)
-        self.generators.take(handover.plain["rng"])
-        return handover, differences
+    def _count_from(self, step: int) -> None:
+        count_steps(self.trainer, step)
 
     def go_on_from_end(
         self, manifest: Manifest, finished: Finished, differences: Sequence[Change], plt: float
@@ -128,7 +111,7 @@ class LightningHost(Host):
         return go_on_from_end(self.trainer, self._options, manifest, finished, differences, plt), ""
 
     def repeated(self, before: _Plain, recorded: _Plain) -> Iterable[Repeated]:
-        return _REPEATED
+        return *super().repeated(before, recorded), *_REPEATED
 
     def capture(self, *, described: bool = False) -> _Plain:
         if self._retained_state is not None and self._retained_state[0] == self.step:
@@ -159,11 +142,6 @@ class LightningHost(Host):
 
 
 _REPEATED: tuple[Repeated, ...] = (
-    ("the state of the random number generators", lambda state: state["rng"]),
-    (
-        "the hyperparameters of the optimizers",
-        lambda state: [optimizer["param_groups"] for optimizer in state["plain"]["optimizers"]],
-    ),
     ("the state of the learning rate schedulers", lambda state: state["checkpoint"]["lr_schedulers"]),
     ("the number of batches", lambda state: _batches(state["checkpoint"]["loops"]["fit_loop"])),
 )

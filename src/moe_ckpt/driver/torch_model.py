@@ -1,20 +1,30 @@
-"""Opens the run of a torch module: finds its MoE layers, counts their tokens, boosts their stale experts."""
+"""The run of a torch module, whichever loop trains it: how it is opened, and how its state is loaded."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 from torch import nn
+from torch.optim import Optimizer
 
 from moe_ckpt.comm.communicator import make_communicator
+from moe_ckpt.driver.changes import Change, groups_of, optimizer_changes
+from moe_ckpt.driver.host import Host, loading_state
 from moe_ckpt.driver.run import Driver
+from moe_ckpt.interop.handover import Handover, load_handover
+from moe_ckpt.interop.weights import LoadedWeights, load_module_weights
 from moe_ckpt.modeling.discover import build_catalog, find_moe_layers
 from moe_ckpt.modeling.module_state import FrozenExperts
 from moe_ckpt.modeling.names import tied_aliases
+from moe_ckpt.modeling.rng import Generators, capture_rng, restore_rng
 from moe_ckpt.modeling.routing import RoutingCounter, TrainingPasses
 from moe_ckpt.modeling.training_state import TorchTrainingState
 from moe_ckpt.policies.base import GATE_WEIGHTS
+from moe_ckpt.ports import Communicator
+from moe_ckpt.recovery.replay import Repeated
 
 
 def open_torch(
@@ -62,3 +72,74 @@ def open_torch(
         driver.close(0.0)
         raise
     return counter
+
+
+class TorchHost(Host):
+    """The host of a torch model: how the state of model, optimizers and random numbers is loaded.
+
+    Args:
+        module: The model, without wrappers of data parallelism.
+        optimizers: All that update it.
+
+    Attributes:
+        module: As given.
+        state: Of the model and its optimizers.
+        generators: The random numbers.
+    """
+
+    def __init__(self, module: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+        self.module = module
+        self.state = TorchTrainingState(module, optimizers)
+        self.generators = Generators(capture_rng, restore_rng)
+        self._configured: Mapping[str, Any] = {"optimizers": groups_of(optimizers)}
+
+    @property
+    @abstractmethod
+    def _scheduled(self) -> Iterable[Any]:
+        """Returns objects among which learning rate schedules and gradient scalers are."""
+
+    @abstractmethod
+    def _count_from(self, step: int) -> None:
+        """Another host has done ``step`` steps, and nothing was trained here."""
+
+    def advance_counts(self, missed: Mapping[str, int]) -> None:
+        self.state.advance_counts(missed)
+
+    def load_weights(self, path: str, comm: Communicator) -> LoadedWeights:
+        # Of a LightningModule: if False, names may be missing on either side, as for Lightning's own checkpoints.
+        strict = bool(getattr(self.module, "strict_loading", True))
+        return load_module_weights(path, self.state, comm, self.module, strict=strict)
+
+    def load_state(self, path: str, comm: Communicator, experts: Sequence[int]) -> tuple[Handover, Sequence[Change]]:
+        handover = load_handover(path, self.state, comm, experts)
+        self._load_model(handover.plain, handover.path)
+        with loading_state("a learning rate schedule or a gradient scaler", handover.path):
+            handover.hand_out(self._scheduled)
+        differences = list(optimizer_changes(handover.groups, self._configured["optimizers"]))
+        if handover.groups:
+            self._configured = {**self._configured, "optimizers": handover.groups}
+        self._count_from(handover.manifest.step)
+        return handover, differences
+
+    def _load_model(self, plain: Mapping[str, Any], path: str) -> None:
+        """Loads what is no tensor of model and optimizers, and the random numbers.
+
+        Args:
+            plain: This rank's plain state.
+            path: Of its file, for messages.
+        """
+        with loading_state("the model and its optimizers", path):
+            self.state.load_plain(plain["plain"])
+        self.generators.take(plain["rng"])
+
+    def repeated(self, before: Mapping[str, Any], recorded: Mapping[str, Any]) -> Iterable[Repeated]:
+        return _REPEATED
+
+
+_REPEATED: tuple[Repeated, ...] = (
+    ("the state of the random number generators", lambda state: state["rng"]),
+    (
+        "the hyperparameters of the optimizers",
+        lambda state: [optimizer["param_groups"] for optimizer in state["plain"]["optimizers"]],
+    ),
+)

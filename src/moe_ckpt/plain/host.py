@@ -11,15 +11,11 @@ from torch import nn
 from torch.optim import Optimizer
 
 from moe_ckpt.driver.attached import LoopHost
-from moe_ckpt.driver.changes import Change, differing, groups_of, optimizer_changes, schedules_of
+from moe_ckpt.driver.changes import Change, differing, optimizer_changes, schedules_of
 from moe_ckpt.driver.host import Stateful, loading_state
+from moe_ckpt.driver.torch_model import TorchHost
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.interop.handover import Handover, load_handover
-from moe_ckpt.interop.weights import LoadedWeights, load_module_weights
 from moe_ckpt.modeling.optimizer_state import require_plain
-from moe_ckpt.modeling.rng import Generators, capture_rng, restore_rng
-from moe_ckpt.modeling.training_state import TorchTrainingState
-from moe_ckpt.ports import Communicator
 from moe_ckpt.recovery.executing import Restored
 from moe_ckpt.recovery.replay import Repeated
 from moe_ckpt.recovery.resume import other_ranks
@@ -42,7 +38,7 @@ class Position:
     counters: Mapping[str, Any] = field(default_factory=dict)
 
 
-class PlainHost(LoopHost):
+class PlainHost(LoopHost, TorchHost):
     """One training loop.
 
     Args:
@@ -59,17 +55,13 @@ class PlainHost(LoopHost):
     def __init__(
         self, module: nn.Module, optimizers: Sequence[Optimizer], stateful: Mapping[str, Stateful], world_size: int
     ) -> None:
-        super().__init__(stateful)
-        self.module = module
+        LoopHost.__init__(self, stateful)
+        TorchHost.__init__(self, module, optimizers)
         self._world_size = world_size
-        self.state = TorchTrainingState(module, optimizers)
-        self.generators = Generators(capture_rng, restore_rng)
         self.progress, self._moved = Position(), False
         self.buckets: str | None = None
-        self._configured: dict[str, Any] = {
-            "optimizers": groups_of(optimizers),
-            "schedules": {name: schedules_of(target) for name, target in stateful.items()},
-        }
+        schedules = {name: schedules_of(target) for name, target in stateful.items()}
+        self._configured = {**self._configured, "schedules": schedules}
 
     @property
     def step(self) -> int:
@@ -95,8 +87,7 @@ class PlainHost(LoopHost):
 
     def load(self, restored: Restored) -> tuple[Sequence[Change], str | None]:
         plain = restored.plain
-        with loading_state("the model and its optimizers", restored.path):
-            self.state.load_plain(plain["plain"])
+        self._load_model(plain, restored.path)
         for name, target in self.stateful.items():
             with loading_state(f"{name} ({type(target).__name__})", restored.path):
                 target.load_state_dict(plain["stateful"][name])
@@ -106,30 +97,18 @@ class PlainHost(LoopHost):
         self._configured = {**now, "optimizers": before["optimizers"]}
         self.progress = Position(int(plain["step"]), restored=True, counters=plain["counters"])
         self.buckets = plain["buckets"]
-        self.generators.take(plain["rng"])
         return changes, other_ranks(restored.manifest, self._world_size)
 
-    def advance_counts(self, missed: Mapping[str, int]) -> None:
-        self.state.advance_counts(missed)
+    @property
+    def _scheduled(self) -> Iterable[Any]:
+        return self.stateful.values()
 
-    def load_weights(self, path: str, comm: Communicator) -> LoadedWeights:
-        return load_module_weights(path, self.state, comm, self.module)
-
-    def load_state(self, path: str, comm: Communicator, experts: Sequence[int]) -> tuple[Handover, Sequence[Change]]:
-        handover = load_handover(path, self.state, comm, experts)
-        with loading_state("the model and its optimizers", handover.path):
-            self.state.load_plain(handover.plain["plain"])
-            handover.hand_out(self.stateful.values())
-        changes = list(optimizer_changes(handover.groups, self._configured["optimizers"]))
-        if handover.groups:
-            self._configured = {**self._configured, "optimizers": handover.groups}
-        self.progress = Position(handover.manifest.step)
-        self.generators.take(handover.plain["rng"])
-        return handover, changes
+    def _count_from(self, step: int) -> None:
+        self.progress = Position(step)
 
     def repeated(self, before: _Plain, recorded: _Plain) -> Iterable[Repeated]:
         stateful = [(f"the state of stateful={{{n!r}: ...}}", _of_stateful(n)) for n in self.stateful]
-        return *_REPEATED, *stateful
+        return *super().repeated(before, recorded), *stateful
 
     def capture(self, *, described: bool = False) -> _Plain:
         stateful = {name: target.state_dict() for name, target in self.stateful.items()}
@@ -144,15 +123,6 @@ class PlainHost(LoopHost):
             "buckets": self.buckets,
             "configured": self._configured,
         }
-
-
-_REPEATED: tuple[Repeated, ...] = (
-    ("the state of the random number generators", lambda state: state["rng"]),
-    (
-        "the hyperparameters of the optimizers",
-        lambda state: [optimizer["param_groups"] for optimizer in state["plain"]["optimizers"]],
-    ),
-)
 
 
 def _of_stateful(name: str) -> Callable[[_Plain], Any]:

@@ -33,6 +33,7 @@ from rich.progress import track
 from rich.table import Table
 
 from benchmarks import report
+from benchmarks.copy_speed import compiled
 from benchmarks.synthetic import StillState, synthetic
 from moe_ckpt import Memory
 from moe_ckpt.comm.communicator import SoloCommunicator
@@ -44,6 +45,7 @@ from moe_ckpt.run.agreement import Deferred, StepTokens
 from moe_ckpt.run.context import RunContext
 from moe_ckpt.run.options import Settings
 from moe_ckpt.session.session import CheckpointSession
+from moe_ckpt.slices.checksums import Checker, CopiedPart
 from moe_ckpt.storage import LocalStorage
 from moe_ckpt.storage.lock import StoreLock
 
@@ -84,6 +86,13 @@ def copies(mib: int, rounds: int, directory: Path) -> dict[str, list[float]]:
         if libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(hole), mmap.MADV_REMOVE):
             raise OSError(ctypes.get_errno(), "pages cannot be given back")
 
+    plan, memory = compiled(_state(mib).catalog, _state(mib).tensors())
+    parts = [CopiedPart(part, memory[at : at + part.nbytes], lambda end: None) for at, part in plan.parts]
+
+    def checked(threads: int) -> Callable[[], object]:
+        checker = Checker(threads)
+        return lambda: checker.check(parts, lambda key: True)
+
     move(warm)
     move(sparse)
     contestants: dict[str, Callable[[], object]] = {
@@ -93,6 +102,8 @@ def copies(mib: int, rounds: int, directory: Path) -> dict[str, list[float]]:
         "give back 5/7 of a slot's pages": give_back,
         "into what is left of it": lambda: move(sparse),
         "XXH3-64 of it": lambda: xxhash.xxh3_64_digest(warm.numpy().data),
+        "sealed: checksums and a look for NaN": checked(1),
+        "the same by two threads": checked(2),
     }
     for _ in range(rounds):
         for name, run in contestants.items():

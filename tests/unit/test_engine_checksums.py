@@ -102,4 +102,7 @@ def test_a_run_with_several_threads_writes_what_one_thread_does(tmp_path, in_mem
             (stored.entry.key, stored.entry.offsets): stored.entry.checksum for stored in reader.index(newest).live
         }
     assert written[1] == written[3]
-    assert not any(thread.name.startswith(ThreadName.CHECKSUM.value) for thread in threading.enumerate())
+    for thread in threading.enumerate():
+        if thread.name.startswith(ThreadName.CHECKSUM.value):
+            thread.join(30.0)
+            assert not thread.is_alive()

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import threading
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
+from functools import partial
 
 import torch
 import xxhash
@@ -21,13 +23,19 @@ from moe_ckpt.threads import ThreadName, named_pool
 log = logging.getLogger("moe_ckpt")
 
 _PIECE_NBYTES = 16 << 20
-"""After so many bytes the thread looks whether it is still wanted."""
+"""After so many bytes a thread looks whether it is still wanted."""
+_TASK_NBYTES, _MOST_THREADS = 64 << 20, 4
+"""A thread takes slices of so many bytes at a time. Mapping their pages takes longest, for each thread by itself."""
 _MOST_SNAPSHOTS = 2
 """The newest may lack another rank's share; then it is the one before."""
 
 
+_Expected = tuple[torch.Tensor, int]
+"""Bytes of a slice, and their checksum."""
+
+
 class SlotChecker:
-    """Reads slots on a thread of its own, outside of the interpreter's lock; the pages are mapped on the way.
+    """Reads slots on threads of its own, outside of the interpreter's lock; the pages are mapped on the way.
 
     It finds slots of which every slice is as it was written. Of others it says nothing: whoever reads them finds out.
 
@@ -38,6 +46,7 @@ class SlotChecker:
     def __init__(self, slots: Sequence[FoundSlot]) -> None:
         self._awaited = set(slots)
         self._pool = named_pool(ThreadName.CHECK)
+        self._readers = named_pool(ThreadName.CHECK, min(_MOST_THREADS, len(os.sched_getaffinity(0))))
         self._checks: dict[FoundSlot, Future[bool]] = {}
         with contextlib.suppress(RuntimeError):  # no thread to be had: whoever reads them checks them
             for candidate in slots:
@@ -50,6 +59,7 @@ class SlotChecker:
             self._checks.pop(candidate).cancel()
         if not self._awaited:
             self._pool.shutdown(wait=False)
+            self._readers.shutdown(wait=False)
 
     def is_sound(self, slot: FoundSlot) -> bool:
         """Returns whether every slice is as it was written, if that is known; waits for a slot that is being read."""
@@ -57,22 +67,26 @@ class SlotChecker:
         return check is not None and not check.cancel() and check.result()  # one that waits: the caller is as quick
 
     def close(self) -> None:
-        """End the thread. Twice does no harm."""
+        """End the threads. Twice does no harm."""
         self.only(())
         self._pool.shutdown()
+        self._readers.shutdown()
 
     def _is_sound(self, candidate: FoundSlot) -> bool:
         path, memory = str(candidate.slot.path), candidate.slot.memory
         try:
-            for part in candidate.header.parts:
-                for entry in candidate.header.slices(part, path):
-                    data = memory[part.begin + entry.begin : part.begin + entry.end]
-                    if not self._is_as_written(candidate, data, entry.checksum):
-                        return False
-            return True
+            expected = [
+                (memory[part.begin + entry.begin : part.begin + entry.end], entry.checksum)
+                for part in candidate.header.parts
+                for entry in candidate.header.slices(part, path)
+            ]
+            return all(self._readers.map(partial(self._are_as_written, candidate), _tasks(expected)))
         except Exception as error:  # whatever it is, who needs the slot verifies it
             log.info("%s is not verified ahead of time: %s", path, error)
             return False
+
+    def _are_as_written(self, candidate: FoundSlot, expected: Sequence[_Expected]) -> bool:
+        return all(self._is_as_written(candidate, data, checksum) for data, checksum in expected)
 
     def _is_as_written(self, candidate: FoundSlot, data: torch.Tensor, checksum: int) -> bool:
         """False, too, once nobody wants to know."""
@@ -82,6 +96,19 @@ class SlotChecker:
                 return False
             hasher.update(data[begin : begin + _PIECE_NBYTES].numpy().data)
         return hasher.intdigest() == checksum
+
+
+def _tasks(expected: Sequence[_Expected]) -> Iterator[list[_Expected]]:
+    """Yields neighbouring slices of so many bytes that a thread may read them at a time."""
+    task, nbytes = list[_Expected](), 0
+    for data, checksum in expected:
+        task.append((data, checksum))
+        nbytes += data.numel()
+        if nbytes >= _TASK_NBYTES:
+            yield task
+            task, nbytes = [], 0
+    if task:
+        yield task
 
 
 def newest_of(slots: Sequence[FoundSlot], rank: int, most: int = _MOST_SNAPSHOTS) -> list[FoundSlot]:

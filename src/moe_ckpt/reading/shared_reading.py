@@ -38,12 +38,13 @@ from moe_ckpt.reading.reading_shares import (
     route_of,
 )
 from moe_ckpt.reading.restore import StoredByKey, Targets, copy_slices, targets_of, write_slice
-from moe_ckpt.reading.slices import RUN_NBYTES
 from moe_ckpt.reading.together import NotUsableError, raise_on_all_ranks, together
 from moe_ckpt.tiers.host_tier import as_values, checksum
 
 log = logging.getLogger("moe_ckpt")
 
+RUN_NBYTES = 64 << 20
+"""Handed over in one round, beside the largest slice."""
 _ALIGNED = 64
 """Slices begin at multiples of it in what is handed over, so that every dtype can be viewed there."""
 _NOT_READ = torch.frombuffer(bytearray(b"not read"), dtype=torch.uint8)

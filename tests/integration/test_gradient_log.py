@@ -128,7 +128,7 @@ VARIATIONS = {
     "the-policy-flat-experts": replace(BIASED, kind="flat-experts"),
     "skipping": replace(LOG, to_storage=4, callback={}),
     "little-room": replace(LOG, to_storage=5, callback={"when_busy": "wait", "host_memory_bytes": 400_000}),
-    "hardly-room": replace(LOG, to_storage=5, callback={"when_busy": "wait", "host_memory_bytes": 200_000}),
+    "hardly-room": replace(LOG, to_storage=5, callback={"when_busy": "wait", "host_memory_bytes": 260_000}),
     "slow-copy": replace(LOG, slow_copy_secs=0.05),
     "odd": replace(LOG, kind="odd"),
     "odd-nadam": replace(LOG, kind="odd", model={"optimizer": "sgd"}),
@@ -301,10 +301,10 @@ def test_killed_at_random_times(seed, place):  # noqa: F811
 
 
 SEVERAL = {
-    "ddp": replace(LOG, ranks=2),
+    "ddp": replace(LOG, ranks=2, epochs=4),
     "ddp-3": replace(LOG, ranks=3, epochs=3),
     "ddp-4": replace(LOG, ranks=4, epochs=4),
-    "fsdp2": replace(LOG, ranks=2, sharded=True),
+    "fsdp2": replace(LOG, ranks=2, sharded=True, epochs=4),
     "fsdp2-4": replace(LOG, ranks=4, sharded=True, epochs=4),
 }
 

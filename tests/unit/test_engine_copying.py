@@ -175,13 +175,14 @@ def test_a_run_is_not_joined_across_a_strided_neighbour():
     assert moves(pieces) == runs(pieces) == [[192], [96], [192]]
 
 
-def test_large_tensors_go_one_by_one_and_small_ones_many_at_once():
+@pytest.mark.parametrize(("calls", "nbytes"), [(moves, 1 << 17), (runs, 1 << 20)], ids=["CPU", "device"])
+def test_large_tensors_go_one_by_one_and_small_ones_many_at_once(calls, nbytes):
+    """From a device what is small is larger: to begin a transfer takes long."""
     small = [piece(f"a{at:03}", torch.randn(5)) for at in range(300)]
-    large = [piece(f"b{at}", torch.randn(1 << 15)) for at in range(3)]
-    for calls in (moves, runs):
-        assert calls([*small, *large]) == [[20] * 300, *[[1 << 17]] * 3]
-    mixed = [piece("a", torch.randn(5)), piece("b", torch.randn(1 << 15)), piece("c", torch.randn(5))]
-    assert moves(mixed) == runs(mixed) == [[20], [1 << 17], [20]]
+    large = [piece(f"b{at}", torch.randn(nbytes // 4)) for at in range(3)]
+    assert calls([*small, *large]) == [[20] * 300, *[[nbytes]] * 3]
+    mixed = [piece("a", torch.randn(5)), piece("b", torch.randn(nbytes // 4)), piece("c", torch.randn(5))]
+    assert calls(mixed) == [[20], [nbytes], [20]]
 
 
 @pytest.mark.parametrize("rows", [1, 3, 1 << 9])
@@ -202,7 +203,9 @@ def test_calls_do_not_grow_with_the_number_of_small_tensors():
 
 def test_no_call_gathers_more_than_torch_does_on_one_core():
     pieces = [piece(f"w{at}", torch.randn(400)) for at in range(200)]
-    assert len(moves(pieces)) == len(runs(pieces)) == 3
+    assert len(moves(pieces)) == 3
+    assert len(runs(pieces)) == 1, "nor more than four MiB on a device"
+    assert len(runs([piece(f"w{at:02}", torch.randn(60_000)) for at in range(40)])) == 3
 
 
 def test_what_a_device_copies_at_once_is_there_when_the_copy_is(copier):
@@ -397,7 +400,7 @@ def test_whoever_waits_for_a_piece_gets_the_error_of_the_copy():
 
 def test_pieces_leave_a_device_by_events_of_their_own():
     with ActedGPU() as gpu:
-        pieces = [piece(f"model/{at}", gpu.take(torch.full((40000,), float(at)))) for at in range(4)]
+        pieces = [piece(f"model/{at}", gpu.take(torch.full((400_000,), float(at)))) for at in range(4)]
         program = program_of(pieces)
         memory = torch.empty(program.nbytes, dtype=torch.uint8, pin_memory=True)
         copier = Copier()
@@ -405,10 +408,10 @@ def test_pieces_leave_a_device_by_events_of_their_own():
         try:
             copy = copier.start([(program, memory)])
             copy.join()
-            copy.wait_for(0, 160000)
-            there = memory.view(torch.float32).view(4, 40000)
+            copy.wait_for(0, 1_600_000)
+            there = memory.view(torch.float32).view(4, 400_000)
             assert there[0].eq(0.0).all()
-            assert (memory[-160000:] == RUBBISH).all(), "nobody has waited for the rest"
+            assert (memory[-1_600_000:] == RUBBISH).all(), "nobody has waited for the rest"
             copy.wait_for(0, program.nbytes)
             assert there[3].eq(3.0).all()
         finally:

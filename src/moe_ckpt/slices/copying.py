@@ -44,6 +44,8 @@ _WORTH_JOINING = 8
 """From this many neighbours on, one tensor of them is quicker than gathering them one by one."""
 _GATHERED = (1 << 15) - 1
 """Elements that one call gathers: so few that torch does it on one core, and training keeps the others."""
+_LARGE_ON_DEVICE, _GATHERED_ON_DEVICE = 1 << 20, 1 << 20
+"""The same from a device: to begin a transfer over the bus takes as long as some hundred KB of it."""
 
 
 class CopyProgram:
@@ -107,13 +109,14 @@ class CopyProgram:
 
     def _steps(self) -> Iterator[CopyStep]:
         tensors, numbers, target_begins = self._shelf.sources, self._numbers, self._begins
+        large, gathered = (_LARGE_ON_DEVICE, _GATHERED_ON_DEVICE) if self.is_cuda else (_LARGE_NBYTES, _GATHERED)
         nbytes, memory, address, kinds = self._table[:, [NBYTES, MEMORY, ADDRESS, KIND]].T
         ends = target_begins + nbytes
         touching = (ends[:-1] == target_begins[1:]) & (kinds[:-1] == kinds[1:]) & (kinds[1:] >= 0)
         following = (memory[:-1] == memory[1:]) & (address[:-1] + nbytes[:-1] == address[1:])
         first, lengths = _runs(touching & following, nbytes)
         begin, end, kind = target_begins[first], ends[first + lengths - 1], kinds[first]
-        small = (kind >= 0) & (end - begin < _LARGE_NBYTES)
+        small = (kind >= 0) & (end - begin < large)
         fitting = small[:-1] & small[1:] & (end[:-1] == begin[1:]) & (kind[:-1] == kind[1:])
         stretches = _starts(fitting, len(first)).tolist()
         for at, stop in zip(stretches, [*stretches[1:], len(first)], strict=True):
@@ -124,7 +127,7 @@ class CopyProgram:
                 continue
             itemsize = tensors[int(numbers[first[at]])].itemsize
             while at < stop:
-                most = begin[at] + _GATHERED * itemsize
+                most = begin[at] + gathered * itemsize
                 upto = max(at + 1, at + int(np.searchsorted(end[at:stop], most, side="right")))
                 heads = [tensors[number] for number in numbers[first[at:upto]].tolist()]
                 yield _gathered(heads, lengths[at:upto], begin[at:upto], end[at:upto])
@@ -387,7 +390,8 @@ class Copier:
         """
         ready = None
         if on_device or any(program.is_cuda for program, _ in jobs):
-            self._stream = self._stream or torch.cuda.Stream()  # type: ignore[no-untyped-call]
+            # Training's kernels go first: 0 is the lowest priority that CUDA has.
+            self._stream = self._stream or torch.cuda.Stream(priority=0)  # type: ignore[no-untyped-call]
             ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
             ready.record(torch.cuda.current_stream())
         changed = _watch([program for program, _ in jobs])

@@ -170,7 +170,7 @@ def config(root: str, run: Run) -> Any:
         dataloader=Loader.Config(num_workers=run.workers, samples=run.samples, first=run.first),
         validator=Validator.Config(enable=run.validate, freq=5, steps=2, dataloader=Loader.Config()),
         optimizer=OptimizersContainer.Config(param_groups=groups),
-        lr_scheduler=LRSchedulersContainer.Config(warmup_steps=2, total_steps=STEPS),
+        lr_scheduler=LRSchedulersContainer.Config(warmup_steps=2, total_steps=max(STEPS, run.steps)),
         training=TrainingConfig(
             local_batch_size=BATCH,
             global_batch_size=BATCH * run.readers(world) * run.accumulate,

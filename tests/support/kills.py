@@ -9,7 +9,6 @@ import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from moe_ckpt import newest_step
@@ -87,11 +86,3 @@ def killed(start: Callable[[Kill | None], list[Outcome]], kills: list[Kill]) -> 
     outcomes = start(None)
     assert all(each.ok for each in outcomes), [each.error for each in outcomes]
     return [each.value for each in outcomes]
-
-
-def lives(root: Path) -> int:
-    """Counts a life of the run in ``root``, from 1."""
-    path = root / "lives"
-    number = int(path.read_text()) + 1 if path.exists() else 1
-    path.write_text(str(number))
-    return number

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from tests.integration.recount import Recount, check_history
@@ -28,13 +29,14 @@ class TokenJournal:
     def __init__(self, place: str, model: nn.Module) -> None:
         self._file = open(place, "a", buffering=1)  # noqa: SIM115 - until the process is killed
         self._layers = [
-            (router, layer.experts)
+            (router, layer)
             for layer in model.modules()
             if isinstance(router := getattr(layer, "gate", getattr(layer, "router", None)), nn.Module)
             and isinstance(getattr(layer, "experts", None), nn.Module)
         ]
         assert self._layers
-        self._routed = [torch.zeros(len(hashes), dtype=torch.int64) for hashes in self._hashes()]
+        experts = (len(self._hashes()) - 1) // len(self._layers)
+        self._routed = torch.zeros(len(self._layers), experts, dtype=torch.int64)
         for number, (router, _) in enumerate(self._layers):
             router.register_forward_hook(lambda router, _, out, number=number: self._note(number, router, out))
 
@@ -42,40 +44,42 @@ class TokenJournal:
         if router.training:
             chosen = next(part for part in output if not part.dtype.is_floating_point)
             chosen = chosen.to_local() if hasattr(chosen, "to_local") else chosen
-            self._routed[layer] += torch.bincount(chosen.flatten(), minlength=len(self._routed[layer]))
+            if chosen.dtype == torch.bool:  # Megatron-Core: [token, expert]
+                chosen = chosen.nonzero()[:, 1]
+            self._routed[layer] += torch.bincount(chosen.flatten(), minlength=self._routed.shape[1])
 
-    def _hashes(self) -> list[list[int]]:
-        """Of each layer's experts: of all of a stack, also where it is divided among ranks."""
-        found = []
-        for _, experts in self._layers:
-            whole = [p.full_tensor() if hasattr(p, "full_tensor") else p for p in experts.parameters()]
+    def _hashes(self) -> dict[str, int]:
+        """Of each expert, also where a stack is divided among ranks, or experts are."""
+        found, divided = {}, False
+        for number, (_, layer) in enumerate(self._layers):
+            experts = getattr(layer.experts, "local_experts", layer.experts)
+            numbers = getattr(layer, "local_expert_indices", None)
+            divided = divided or numbers is not None
             if isinstance(experts, nn.ModuleList):
                 parts = [list(expert.parameters()) for expert in experts]
             else:
+                whole = (p.full_tensor() if hasattr(p, "full_tensor") else p for p in experts.parameters())
                 parts = list(zip(*whole, strict=True))
-            found.append([zlib.crc32(b"".join(p.detach().numpy().tobytes() for p in each)) for each in parts])
-        return found
+            for expert, tensors in zip(numbers or range(len(parts)), parts, strict=True):
+                together = b"".join(tensor.detach().numpy().tobytes() for tensor in tensors)
+                found[f"expert/{number}/{expert}"] = zlib.crc32(together)
+        if divided and dist.get_world_size() > 1:
+            of_all: list[dict[str, int]] = [{}] * dist.get_world_size()
+            dist.all_gather_object(of_all, found)
+            found = {name: value for of_rank in of_all for name, value in of_rank.items()}
+        return {**found, "non_expert": 0}
 
     def _write(self, event: str, **facts: Any) -> None:
         self._file.write(json.dumps({"event": event, **facts}) + "\n")
 
-    def _named(self) -> dict[str, Any]:
-        of_all = {
-            f"expert/{layer}/{number}": value
-            for layer, hashes in enumerate(self._hashes())
-            for number, value in enumerate(hashes)
-        }
-        return {**of_all, "non_expert": 0}
-
     def begin(self, step: int, tokens: Any) -> None:
         """tokens: the library's books."""
-        self._write("begin", step=step, hashes=self._named(), **_books(tokens))
+        self._write("begin", step=step, hashes=self._hashes(), **_books(tokens))
 
     def step(self, step: int) -> None:
         """The weights are those of ``step``, and its tokens were routed."""
-        self._write("batch", step=step, routed=[row.tolist() for row in self._routed], hashes=self._named())
-        for row in self._routed:
-            row.zero_()
+        self._write("batch", step=step, routed=self._routed.tolist(), hashes=self._hashes())
+        self._routed.zero_()
 
     def end(self, tokens: Any) -> None:
         self._write("end", **_books(tokens))

@@ -10,14 +10,15 @@ from __future__ import annotations
 
 import argparse
 import functools
-import importlib.metadata
 import json
 import shutil
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +27,14 @@ import torch
 from benchmarks import report
 from tests.integration import plain_run, torchtitan_run, transformers_run
 from tests.integration.plain_run import Loop
+from tests.megatron import bridge_run
 from tests.support import kills, processes
 from tests.support.kills import Kill
 from tests.support.token_journal import recounted
 
 RESULTS = report.RESULTS / "host_kills.json"
-KILLS, STEPS = 20, 40
+KILLS, STEPS, LAST = 20, 48, 8
+"""None is drawn in the last steps."""
 POLICIES: dict[str, dict[str, Any]] = {
     "Dense": {"policy": ("Dense", {})},
     "MoEvement": {"policy": ("MoEvement", {"window": 3})},
@@ -87,6 +90,12 @@ def titan(ranks: int, **settings: Any) -> Trial:
     return Trial("torchtitan", torchtitan_run.lived, run, ranks, 5, secs=0.2, preload=warm, compared=("at_end",))
 
 
+def bridge(ranks: int, **settings: Any) -> Trial:
+    run = bridge_run.Run(**settings, batch=2 * ranks, steps=STEPS)
+    warm = "tests.support.bridge_warm"
+    return Trial("megatron-bridge", bridge_run.lived, run, ranks, 5, secs=0.2, preload=warm, compared=("at_end",))
+
+
 def trials(policy: str) -> Iterator[tuple[str, Trial]]:
     """Of every host: which ranks and settings go with a policy is chosen so that all of them occur."""
     number, settings = [*POLICIES].index(policy), POLICIES[policy]
@@ -104,23 +113,26 @@ def trials(policy: str) -> Iterator[tuple[str, Trial]]:
     experts = {"degrees": {"expert_parallel": 2}}
     beside = (experts, {"validate": True}, {"recompute": True}, experts)[number]
     yield "torchtitan", titan((2, 2, 1, 2)[number], **settings, **beside)
+    beside = ({"experts": 2}, {"sharded": True}, {}, {"experts": 2})[number]
+    yield "bridge", bridge((2, 2, 1, 4)[number], **settings, **beside)
 
 
 def survive(trial: Trial, root: Path, seed: str, count: int) -> dict[str, Any]:
     """What came of it. Raises AssertionError where it did not end as it must."""
-    drawn = kills.drawn(seed, count, trial.steps, trial.epoch, trial.ranks, trial.secs)
-    [end, *_] = kills.killed(functools.partial(trial.start, root / "killed"), drawn)
+    drawn = kills.drawn(seed, count, trial.steps - LAST, trial.epoch, trial.ranks, trial.secs)
+    ends = kills.killed(functools.partial(trial.start, root / "killed"), drawn)
     row: dict[str, Any] = {"kills": [[kill.step, kill.rank, round(kill.secs, 3)] for kill in drawn]}
     if trial.run.policy[0] == "MoC":
         counted = recounted(root / "killed", trial.ranks)
         return row | {"faults": len(counted.faults), "routed": counted.routed, "lost": counted.lost}
-    [whole, *_] = kills.killed(functools.partial(trial.start, root / "whole"), [])
-    assert whole["tensors"].keys() == end["tensors"].keys()
-    differing = [name for name, tensor in whole["tensors"].items() if not torch.equal(tensor, end["tensors"][name])]
-    assert not differing, differing
-    for name in trial.compared:
-        assert whole[name] == end[name], name
-    return row | {"tensors": len(whole["tensors"])}
+    undisturbed = kills.killed(functools.partial(trial.start, root / "whole"), [])
+    for rank, (whole, end) in enumerate(zip(undisturbed, ends, strict=True)):
+        tensors, others = whole["tensors"], end["tensors"]
+        assert tensors.keys() == others.keys(), rank
+        differing = [name for name, tensor in tensors.items() if not torch.equal(tensor, others[name])]
+        assert not differing, (rank, differing)
+        assert [whole[name] for name in trial.compared] == [end[name] for name in trial.compared], rank
+    return row | {"tensors": sum(len(end["tensors"]) for end in ends)}
 
 
 def main() -> int:
@@ -138,13 +150,13 @@ def main() -> int:
                 continue
             began, seed = time.monotonic(), f"{host} {policy} {order.seed}"
             root = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="host_kills_"))
-            row = {"host": host, "version": importlib.metadata.version(trial.package), "policy": policy}
+            row = {"host": host, "version": f"{trial.package} {version(trial.package)}", "policy": policy}
             row |= {"ranks": trial.ranks, "steps": trial.steps, "seed": seed}
             try:
                 row |= survive(trial, root, seed, order.kills) | {"wrong": None}
-            except AssertionError as error:
+            except AssertionError:
                 failed += 1
-                row["wrong"] = str(error)[-3000:]
+                row["wrong"] = traceback.format_exc()[-3000:]
             shutil.rmtree(root)
             row["secs"] = round(time.monotonic() - began, 1)
             print(json.dumps(row), flush=True)

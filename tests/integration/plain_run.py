@@ -140,7 +140,7 @@ def lived(rank: int, world_size: int, root: str, loop: Loop, kill: Kill | None =
         records = []
         while step < loop.steps:
             for x, y in loader:
-                killer.at(step, last=step == loop.steps - 1)
+                killer.at(step)
                 with batch():
                     loss = F.cross_entropy(net(x), y)
                     if scaler is not None:

@@ -84,7 +84,7 @@ def test_killed_at_random_it_ends_with_the_same_bits(tmp_path: Path, loop: Loop,
     """Also before the first commit, and where a new epoch draws its order from the run's generator."""
     undisturbed = life(tmp_path / "whole", loop, ranks=ranks)
     epoch = plain_run.SAMPLES // plain_run.BATCH // ranks // loop.accumulate
-    kills = drawn(secrets.token_hex(4), 5, STEPS, epoch, ranks, 0.05)
+    kills = drawn(secrets.token_hex(4), 5, STEPS - 4, epoch, ranks, 0.05)
     [resumed, *_] = killed(partial(start, tmp_path / "killed", loop, ranks), kills)
     assert resumed["restored"]
     assert resumed["replayed"] or loop.policy != WINDOWS

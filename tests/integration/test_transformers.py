@@ -80,13 +80,35 @@ def test_killed_at_random_it_ends_with_the_same_bits(tmp_path: Path, run: Run, r
     """Also before the first commit and at ends of epochs; an evaluation every five steps draws random numbers."""
     undisturbed = life(tmp_path / "whole", run, ranks)
     last = undisturbed["at_end"][0]  # patience may end it before its last epoch
-    kills = drawn(secrets.token_hex(4), 5, last, steps_an_epoch(run, ranks), ranks, 0.1)
+    kills = drawn(secrets.token_hex(4), 5, last - 4, steps_an_epoch(run, ranks), ranks, 0.1)
     [resumed, *_] = killed(partial(start, tmp_path / "killed", run, ranks), kills)
     assert resumed["restored"], kills
     require_alike(undisturbed, resumed)
     assert resumed["at_end"] == undisturbed["at_end"]
     assert resumed["patience"] == undisturbed["patience"]
     assert resumed["losses"].items() <= undisturbed["losses"].items(), "of all steps since the last log before the kill"
+
+
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+
+
+@pytest.mark.parametrize(
+    ("run", "ranks"),
+    [
+        (Run(lora={"target_modules": ["q_proj", "v_proj"], "lora_dropout": 0.1}), 2),
+        (Run(WINDOWS, lora={"target_modules": ["q_proj"], "target_parameters": EXPERTS}), 1),
+        (Run(LOG, memory=True, lora={"target_modules": ["q_proj"], "target_parameters": EXPERTS}), 1),
+    ],
+    ids=["attention", "experts-windows", "experts-log"],
+)
+def test_lora_of_peft_ends_with_the_same_bits(tmp_path: Path, run: Run, ranks: int):
+    pytest.importorskip("peft")
+    undisturbed = life(tmp_path / "whole", run, ranks)
+    kills = drawn(secrets.token_hex(4), 5, 30, steps_an_epoch(run, ranks), ranks, 0.1)
+    [resumed, *_] = killed(partial(start, tmp_path / "killed", run, ranks), kills)
+    assert resumed["restored"]
+    assert any("lora_A" in name for name in resumed["tensors"])
+    require_alike(undisturbed, resumed)
 
 
 def test_an_order_that_is_drawn_from_the_runs_random_numbers_is_repeated(tmp_path: Path):

@@ -205,7 +205,7 @@ def lived(rank: int, world_size: int, root: str, run: Run, kill: Kill | None = N
         begins.append(done)
         if journal is not None and len(begins) == 1:
             journal.begin(done, trainer.checkpointer.checkpoint.session.run_ledger.tokens)
-        killer.at(done, last=done == run.steps - 1)
+        killer.at(done)
         if done == run.raise_at:
             raise ZeroDivisionError("the user's mistake")
         step(batches)

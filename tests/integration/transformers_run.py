@@ -41,6 +41,7 @@ class Run:
         patience: Evaluations without a better one, after which training stops.
         raise_at: An error is raised in the forward pass after this step.
         journal: What experts are and routers do is written to files that begin with this.
+        lora: Arguments of peft's ``LoraConfig``, which wraps the model.
     """
 
     policy: tuple[str, dict[str, Any]] | None = ("Dense", {})
@@ -52,6 +53,7 @@ class Run:
     patience: int = 50
     raise_at: int | None = None
     journal: str = ""
+    lora: dict[str, Any] | None = None
 
 
 class _Dies(TrainerCallback):
@@ -79,7 +81,7 @@ class _Dies(TrainerCallback):
 
     def on_step_begin(self, args, state, control, **_: Any) -> None:
         self.begins.append(state.global_step)
-        self._killer.at(state.global_step, last=state.global_step == state.max_steps - 1)
+        self._killer.at(state.global_step)
         if state.global_step == self._run.raise_at:
             raise ZeroDivisionError("the user's mistake")
 
@@ -140,9 +142,13 @@ def trainer(root: str, run: Run, *callbacks: TrainerCallback) -> Trainer:
     if run.fsdp2:  # accelerate shards on accelerators only: gloo's collectives are those of any of them
         assert arguments.device.type == "cpu"
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_NPU
-    data = dataset()
+    data, trained = dataset(), model()
+    if run.lora is not None:
+        from peft import LoraConfig, get_peft_model
+
+        trained = get_peft_model(trained, LoraConfig(r=2, **run.lora))
     return Trainer(
-        model=model(),
+        model=trained,
         args=arguments,
         train_dataset=data,
         eval_dataset=data[:6],

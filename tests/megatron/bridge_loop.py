@@ -11,7 +11,7 @@ import os
 import random
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils.data import DataLoader
 
 from tests.support import megatron_gpt
 from tests.support.megatron_gpt import Setup
@@ -67,9 +68,9 @@ class Job:
 def run(rank: int, world_size: int, job: Job) -> dict[str, Any]:
     """A life of ``job``: what must be alike in equal runs, beside what the library said."""
     import moe_ckpt.policies
-    from moe_ckpt.megatron.bridge import PRETRAIN, MoECheckpointCallback
+    from moe_ckpt.megatron.bridge import LOADERS, PRETRAIN, MoECheckpointCallback
 
-    sys.modules[PRETRAIN] = sys.modules[__name__]
+    sys.modules[PRETRAIN] = sys.modules[LOADERS] = sys.modules[__name__]
     random.seed(job.seed)
     np.random.seed(job.seed)
     name, arguments = job.policy
@@ -124,8 +125,20 @@ def setup(job: Job, rank: int, callback: Any) -> tuple[megatron_gpt.Built, Any]:
         setattr(getattr(settings, part), name, value)
     state = SimpleNamespace(cfg=settings, train_state=position)
     fire(callback, "on_data_init_start", state, built)
+    [valid] = build_train_valid_test_data_loaders()
+    state.valid_data_iterator = cyclic_iter(valid)
     draw(job.seed)  # making data iterators draws
     return built, state
+
+
+def build_train_valid_test_data_loaders() -> list[DataLoader[int]]:
+    return [DataLoader(range(8))]
+
+
+def cyclic_iter(loader: DataLoader[int]) -> Iterator[Any]:
+    """As Bridge's own, it makes the loader's iterator, which draws a seed, when a validation first asks for a batch."""
+    while True:
+        yield from loader
 
 
 def fire(callback: Any, event: str, state: Any, built: megatron_gpt.Built, **more: Any) -> None:
@@ -210,6 +223,7 @@ def validate(job: Job, rank: int, built: megatron_gpt.Built, state: Any) -> None
     for chunk in built.chunks:
         chunk.eval()
     for _ in range(settings.eval_iters):
+        next(state.valid_data_iterator)
         batches = megatron_gpt._batches(built.setup, 1_000_000 + position.consumed_valid_samples, rank)
         with torch.no_grad():
             losses.append(megatron_gpt._forward_step(batches, built.chunks[0])[0].mean().item().hex())

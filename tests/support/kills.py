@@ -22,7 +22,8 @@ OPENING = -1
 class Kill:
     """One ``kill -9``.
 
-    step: It comes when so many steps are done, before the next one begins.
+    step: It comes when so many steps are done, before the next one begins; in a life that begins later, after its first
+        step, since memory refuses to be resumed from for ever.
     rank: Whom it hits.
     secs: It comes so much later, from another process, whatever the rank does then.
     stored: It waits until storage has a checkpoint of this step, or of a later one. None: it does not.
@@ -40,12 +41,22 @@ class Killer:
     def __init__(self, kill: Kill | None, rank: int, store: str) -> None:
         self._kill = kill if kill is not None and kill.rank == rank else None
         self._store = store
-        self._is_coming = False
+        self._begin: int | None = None
+        self._waits: int | None = None  # for a kill that is coming, so that it finds the run about where it was
 
-    def at(self, step: int, *, last: bool = False) -> None:
-        """So many steps are done. last: one more, and the run is over."""
+    def at(self, step: int) -> None:
+        """So many steps are done."""
         kill = self._kill
-        if kill is None or step < kill.step:
+        if kill is None:
+            return
+        is_first = self._begin is None and step != OPENING
+        self._begin = step if is_first else self._begin
+        if self._waits is not None:
+            self._waits = step + 1 if is_first else self._waits
+            if step >= self._waits:
+                time.sleep(60.0)
+            return
+        if step < kill.step or kill.step < step == self._begin:
             return
         if kill.stored is not None:
             newest = newest_step(self._store)
@@ -53,29 +64,30 @@ class Killer:
                 return
         if not kill.secs:
             os.kill(os.getpid(), signal.SIGKILL)
-        if not self._is_coming:
-            self._is_coming = True
-            subprocess.Popen(["sh", "-c", f"sleep {kill.secs}; kill -9 {os.getpid()}"])
-        if last:
-            time.sleep(60.0)
+        subprocess.Popen(["sh", "-c", f"sleep {kill.secs}; kill -9 {os.getpid()}"])
+        self._waits = step + 3
 
 
 def drawn(seed: str, count: int, steps: int, epoch: int, ranks: int, secs: float) -> list[Kill]:
     """Kills of one run after another, of any rank, each later in the run than the one before.
 
-    One comes while the first start opens, before anything can be committed, and one as soon as it trains; as many as
-    there are, up to a quarter, come at ends of epochs, and all others at any time within a step or two.
+    One comes while the first start opens, before anything can be committed, and one as soon as it trains; of the others
+    a tenth come while a later start opens, up to a quarter at ends of epochs, and the rest at any time from a step on.
 
-    seed: Decides everything, and is printed. secs: Longest delay.
+    seed: Decides everything, and is printed. steps: In which they come. secs: Longest delay.
     """
     print(f"kills drawn from {seed!r}")
     rng = random.Random(seed)
-    ends = rng.sample(range(epoch, steps, epoch), min(len(range(epoch, steps, epoch)), max(1, count // 4)))
+    epochs = range(epoch, steps, epoch)
+    ends = rng.sample(epochs, min(len(epochs), max(1, count // 4)))
+    opening = count // 10
     inner = [step for step in range(1, steps) if step not in ends]
-    chosen = sorted([0, *ends, *rng.sample(inner, count - 2 - len(ends))])
-    delays = [0.0 if step in ends or step == 0 else rng.uniform(0.0, secs) for step in chosen]
-    kills = [Kill(step, rng.randrange(ranks), delay) for step, delay in zip(chosen, delays, strict=True)]
-    return [Kill(OPENING, rng.randrange(ranks), rng.uniform(0.0, 0.3)), *kills]
+    chosen = sorted([*ends, *rng.sample(inner, count - 2 - len(ends) - opening)])
+    kills = [Kill(step, rng.randrange(ranks), 0.0 if step in ends else rng.uniform(0.0, secs)) for step in chosen]
+    for at in sorted(rng.sample(range(1, len(kills), 2), opening), reverse=True):
+        kills.insert(at, Kill(OPENING, rng.randrange(ranks), rng.uniform(0.0, 0.5)))
+    first = Kill(OPENING, rng.randrange(ranks), rng.uniform(0.0, 0.3)), Kill(0, rng.randrange(ranks))
+    return [*first, *kills]
 
 
 def killed(start: Callable[[Kill | None], list[Outcome]], kills: list[Kill]) -> list[Any]:

@@ -29,15 +29,15 @@ class TokenJournal:
     def __init__(self, place: str, model: nn.Module) -> None:
         self._file = open(place, "a", buffering=1)  # noqa: SIM115 - until the process is killed
         self._layers = [
-            (router, layer)
+            (router, layer, experts)
             for layer in model.modules()
-            if isinstance(router := getattr(layer, "gate", getattr(layer, "router", None)), nn.Module)
-            and isinstance(getattr(layer, "experts", None), nn.Module)
+            if (router := _part(layer, "gate", "router")) is not None
+            and (experts := _part(layer, "experts", "routed_experts")) is not None
         ]
         assert self._layers
         experts = (len(self._hashes()) - 1) // len(self._layers)
         self._routed = torch.zeros(len(self._layers), experts, dtype=torch.int64)
-        for number, (router, _) in enumerate(self._layers):
+        for number, (router, *_) in enumerate(self._layers):
             router.register_forward_hook(lambda router, _, out, number=number: self._note(number, router, out))
 
     def _note(self, layer: int, router: nn.Module, output: Any) -> None:
@@ -51,8 +51,8 @@ class TokenJournal:
     def _hashes(self) -> dict[str, int]:
         """Of each expert, also where a stack is divided among ranks, or experts are."""
         found, divided = {}, False
-        for number, (_, layer) in enumerate(self._layers):
-            experts = getattr(layer.experts, "local_experts", layer.experts)
+        for number, (_, layer, experts) in enumerate(self._layers):
+            experts = getattr(experts, "local_experts", experts)
             numbers = getattr(layer, "local_expert_indices", None)
             divided = divided or numbers is not None
             if isinstance(experts, nn.ModuleList):
@@ -83,6 +83,10 @@ class TokenJournal:
 
     def end(self, tokens: Any) -> None:
         self._write("end", **_books(tokens))
+
+
+def _part(layer: nn.Module, *names: str) -> nn.Module | None:
+    return next((part for name in names if isinstance(part := getattr(layer, name, None), nn.Module)), None)
 
 
 def _books(tokens: Any) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from moe_ckpt.driver.run import CLOSE_SECS
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.megatron.checkpoint import MegatronCheckpoint
 from moe_ckpt.megatron.loop import Progress
-from moe_ckpt.megatron.script import counters_of, rerun_machine, set_counters
+from moe_ckpt.megatron.script import counters_of, give_generators, rerun_machine, set_counters
 from moe_ckpt.megatron.world import is_rank_zero
 from moe_ckpt.notices import announce
 from moe_ckpt.policies.base import Policy
@@ -37,6 +37,8 @@ __all__ = ["MoECheckpointCallback"]
 
 PRETRAIN = "megatron.bridge.training.pretrain"
 """Its global ``train`` is the training loop, which ends a job early by ``sys.exit`` and fires no event then."""
+LOADERS = "megatron.bridge.data.loaders"
+"""Its global ``build_train_valid_test_data_loaders`` makes loaders, one of which is first iterated by a validation."""
 
 
 class MoECheckpointCallback:
@@ -107,7 +109,8 @@ class MoECheckpointCallback:
         operations = vars(position).pop("num_floating_point_operations_so_far", 0)  # Bridge's name is another
         position.floating_point_operations_so_far = operations
         _discard_tokens_of_reruns(ckpt)
-        self._watch_the_end()
+        _enclose_next_call(LOADERS, "build_train_valid_test_data_loaders", self._build_loaders)
+        _enclose_next_call(PRETRAIN, "train", self._run)  # its exits and errors fire no event
 
     def on_train_step_start(self, context: Any) -> None:
         """Counts the iterations before this one that Bridge has skipped, which fire no events."""
@@ -140,7 +143,7 @@ class MoECheckpointCallback:
         self.on_train_step_start(context)
         self._attached.finish()
 
-    # --- the end of the loop ---
+    # --- functions of Megatron-Bridge ---
 
     @property
     def _attached(self) -> MegatronCheckpoint:
@@ -151,19 +154,10 @@ class MoECheckpointCallback:
             )
         return self.checkpoint
 
-    def _watch_the_end(self) -> None:
-        """Encloses the next call of Bridge's ``train``, whose exits and errors fire no event."""
-        module: Any = sys.modules.get(PRETRAIN)
-        train = getattr(module, "train", None)
-        if train is None:  # a loop of the user's own, which calls the events
-            return
-
-        @functools.wraps(train)
-        def watched(*args: Any, **kwargs: Any) -> Any:
-            module.train = train
-            return self._run(train, *args, **kwargs)
-
-        module.train = watched
+    def _build_loaders(self, build: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        loaders = build(*args, **kwargs)
+        give_generators(loaders, self._attached.iteration)
+        return loaders
 
     def _run(self, train: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
@@ -177,6 +171,24 @@ class MoECheckpointCallback:
         except BaseException as error:
             self._attached.close(CLOSE_SECS, error)
             raise
+
+
+def _enclose_next_call(name: str, function: str, around: Callable[..., Any]) -> None:
+    """Lets ``around(function, ...)`` stand for the next call of a module's global function, if Bridge is imported.
+
+    In a loop of the user's own, which fires the events itself, it is not.
+    """
+    module: Any = sys.modules.get(name)
+    original = getattr(module, function, None)
+    if original is None:
+        return
+
+    @functools.wraps(original)
+    def enclosed(*args: Any, **kwargs: Any) -> Any:
+        setattr(module, function, original)
+        return around(original, *args, **kwargs)
+
+    setattr(module, function, enclosed)
 
 
 def _counters(position: Any) -> dict[str, Any]:

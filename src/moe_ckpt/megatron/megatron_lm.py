@@ -30,9 +30,6 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch.utils.data import DataLoader
-
 from moe_ckpt.driver.host import Stateful
 from moe_ckpt.driver.run import CLOSE_SECS, close_guarded
 from moe_ckpt.errors import ConfigError
@@ -45,7 +42,7 @@ from moe_ckpt.megatron.script import (
     StartedIteration,
     can_pass_over,
     counters_of,
-    flat,
+    give_generators,
     pass_over,
     require_trainable,
     set_counters,
@@ -323,10 +320,7 @@ class MegatronLM:
     def _build_train_valid_test_data_loaders(self, *args: Any, **kwargs: Any) -> Any:
         with self._late_validation.counted(self._args):
             built = self._original["build_train_valid_test_data_loaders"](*args, **kwargs)
-        seed = torch.initial_seed() + self._args.iteration
-        for loader in flat(built):
-            if isinstance(loader, DataLoader) and loader.generator is None:
-                loader.generator = torch.Generator().manual_seed(seed)
+        give_generators(built, self._args.iteration)
         return built
 
     def _train(self, *args: Any, **kwargs: Any) -> Any:

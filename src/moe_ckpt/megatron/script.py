@@ -23,6 +23,9 @@ from contextlib import AbstractContextManager
 from types import FrameType
 from typing import Any
 
+import torch
+from torch.utils.data import DataLoader
+
 from moe_ckpt.errors import ConfigError, UnsupportedError
 from moe_ckpt.megatron.checkpoint import MegatronCheckpoint, end_iteration, has_updated
 from moe_ckpt.megatron.compat import changed, megatron_core
@@ -126,6 +129,19 @@ def flat(value: Any) -> Iterator[Any]:
             yield from flat(item)
     else:
         yield value
+
+
+def give_generators(loaders: Any, iteration: int) -> None:
+    """Gives data loaders generators, so that making an iterator, whenever that is, draws no random number of the run.
+
+    Args:
+        loaders: Any nesting of lists and tuples of them; what is no torch loader is left as it is.
+        iteration: At which training begins.
+    """
+    seed = torch.initial_seed() + iteration
+    for loader in flat(loaders):
+        if isinstance(loader, DataLoader) and loader.generator is None:
+            loader.generator = torch.Generator().manual_seed(seed)
 
 
 DUE = "validation_due"

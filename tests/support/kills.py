@@ -65,7 +65,7 @@ class Killer:
         if not kill.secs:
             os.kill(os.getpid(), signal.SIGKILL)
         subprocess.Popen(["sh", "-c", f"sleep {kill.secs}; kill -9 {os.getpid()}"])
-        self._waits = step + 3
+        self._waits = step + (1 if step > kill.step else 3)
 
 
 def drawn(seed: str, count: int, steps: int, epoch: int, ranks: int, secs: float) -> list[Kill]:

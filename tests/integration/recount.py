@@ -127,8 +127,8 @@ def check_history(
         if step:
             versions = versions_by_bytes(recount, begin) if in_memory else versions_in(begin["manifest"])
         recount.resume(step, versions)
-        if not step:
-            recount.hashes[0] = begin.get("hashes", {})
+        if not step and "hashes" in begin:
+            recount.hashes[0] = begin["hashes"]
         if step:
             ended = any(life[-1]["event"] == "end" for life in lives[0][:number])
             # A run that ended leaves a complete checkpoint behind, whose turn it was in or not.

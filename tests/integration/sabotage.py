@@ -23,6 +23,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from moe_ckpt.boost.life import Boosting
 from moe_ckpt.callbacks import host
+from moe_ckpt.driver import torch_model
 from moe_ckpt.gradient_log import densify, optimizers, returning
 from moe_ckpt.gradient_log import replaying as log_replaying
 from moe_ckpt.gradient_log.recording import RunLog
@@ -82,7 +83,7 @@ def _change_what_lightning_gets(change: Callable[[Mapping[str, Any]], Mapping[st
 
 
 def _rng_not_restored() -> None:
-    host.restore_rng = lambda state: None
+    torch_model.restore_rng = lambda state: None
 
 
 def _router_state_not_loaded() -> None:

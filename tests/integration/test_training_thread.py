@@ -4,7 +4,7 @@ frees any. On a GPU that is acted, at the number of tensors of the benchmark's m
 from __future__ import annotations
 
 import gc
-import os
+import mmap
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,8 @@ def test_pages_that_a_hook_touches_are_seen(tmp_path, monkeypatch):
     start = copying.Copier.start
 
     def touching(*args: Any, **more: Any) -> Any:
-        os.urandom(1 << 22)
+        with mmap.mmap(-1, 1 << 22) as memory:  # what malloc gives may have been touched before
+            memory.write(bytes(1 << 22))
         return start(*args, **more)
 
     monkeypatch.setattr(copying.Copier, "start", touching)

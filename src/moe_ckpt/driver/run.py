@@ -355,7 +355,7 @@ class Driver:
         return tokens if self.boost is None else self.boost.step_ends(tokens, applied=updated)
 
     def _capture(self, *, described: bool = False) -> Mapping[str, Any]:
-        """As ``Host.capture``, with what guests add."""
+        """Returns what ``Host.capture`` gives, with what guests add."""
         captured = self._host.capture(described=described)
         return captured if self.boost is None else {**self.boost.captured(), **captured}
 

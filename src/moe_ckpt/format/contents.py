@@ -111,7 +111,7 @@ UNSLICED = both(
 
 
 def _accepted_by(load: Callable[[Any], Any]) -> Check:
-    """Whether a generator of its own, of the same kind, takes the state."""
+    """Returns whether a generator of its own, of the same kind, takes the state."""
 
     def check(state: Any) -> str:
         try:

@@ -26,7 +26,7 @@ from moe_ckpt.gradient_log.optimizers import Update, copied_value, coupling_of
 from moe_ckpt.gradient_log.units import Unit
 from moe_ckpt.modeling.blocks import block_in
 from moe_ckpt.modeling.optimizer_state import require_plain
-from moe_ckpt.modeling.watching import versions
+from moe_ckpt.slices.copying import versions
 from moe_ckpt.stopwatch import Stopwatch
 
 Describe = Callable[[int, int, torch.Tensor], Unit]

@@ -20,7 +20,8 @@ from torch.optim import Optimizer
 
 from moe_ckpt.gradient_log.capture import GradientCapture
 from moe_ckpt.modeling.blocks import block_in
-from moe_ckpt.modeling.watching import Entries, addresses, versions
+from moe_ckpt.modeling.watching import Entries, addresses
+from moe_ckpt.slices.copying import versions
 
 log = logging.getLogger("moe_ckpt")
 

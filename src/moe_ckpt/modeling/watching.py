@@ -25,7 +25,6 @@ from moe_ckpt.slices.cuts import Numbers, ascending, ranges
 
 _BLOCK = attrgetter("_local_tensor")
 _LAYOUT = attrgetter("_spec")
-_VERSION = attrgetter("_version")
 
 
 class Entries:
@@ -130,12 +129,6 @@ def addresses(tensors: Sequence[torch.Tensor]) -> npt.NDArray[np.uint64]:
     """Returns the address at which the memory of each tensor begins."""
     with torch._C.DisableTorchFunction():  # ``torch.set_default_device`` would run Python for each tensor
         return np.fromiter(map(torch.Tensor.data_ptr, tensors), np.uint64, len(tensors))
-
-
-def versions(tensors: Sequence[torch.Tensor]) -> npt.NDArray[np.int64]:
-    """Returns how often each tensor was written to, as far as torch counts that."""
-    with torch._C.DisableTorchFunction():
-        return np.fromiter(map(_VERSION, tensors), np.int64, len(tensors))
 
 
 _TABLES = attrgetter("_parameters", "_modules", "_buffers")

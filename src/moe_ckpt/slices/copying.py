@@ -91,11 +91,9 @@ class CopyProgram:
         """Returns the bytes that ``steps`` copy."""
         return int(self._table[:, NBYTES].sum())
 
-    def versions(self) -> npt.NDArray[np.uint32]:
+    def versions(self) -> Numbers:
         """Returns how often each tensor that is copied was written to."""
-        blocks = map(self._shelf.blocks.__getitem__, self._watched.tolist())
-        with torch._C.DisableTorchFunction():  # a default device would run Python for each
-            return np.fromiter(map(_VERSION, blocks), np.uint32, len(self._watched))
+        return versions([self._shelf.blocks[at] for at in self._watched.tolist()])
 
     def keys(self, places: Numbers) -> Iterator[str]:
         """Returns the keys of what is copied from the tensors at ``places`` among ``versions``."""
@@ -177,6 +175,12 @@ class CopyStep:
             np.copyto(into.numpy(), first.view(torch.uint8).numpy())  # copy_ would take all cores
         else:
             torch.cat(self.sources, out=into.view(self.dtype))
+
+
+def versions(tensors: Sequence[torch.Tensor]) -> Numbers:
+    """Returns how often each tensor was written to, as far as torch counts that."""
+    with torch._C.DisableTorchFunction():  # a default device would run Python for each
+        return np.fromiter(map(_VERSION, tensors), np.int64, len(tensors))
 
 
 def _starts(joined: npt.NDArray[np.bool_], count: int) -> Numbers:

@@ -195,7 +195,7 @@ def _accompany_trainers() -> None:
 
         raise UnsupportedError(
             f"MoECheckpointCallback: Trainer of transformers {__version__} has no {', '.join(names)}. It was tested "
-            "with transformers 5.23"
+            "with transformers 5.24"
         )
     loop, epoch, finalize = (getattr(Trainer, name) for name in names)
     parameters = inspect.signature(epoch)

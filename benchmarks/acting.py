@@ -19,7 +19,7 @@ _WRITE_SECS = 300.0
 
 def wait_until_written(session: CheckpointSession) -> None:
     """Return when everything begun is written. Books nothing, so that the next step does what it always does."""
-    pipeline = session._resources.pipeline
+    pipeline = session._snapshots.pipeline
     pipeline.join()
     if not pipeline.wait(_WRITE_SECS):
         raise TimeoutError(f"checkpoints have not been written in {_WRITE_SECS:g} s")

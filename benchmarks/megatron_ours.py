@@ -14,7 +14,7 @@ from benchmarks.acting import wait_until_written
 from benchmarks.megatron_world import ActedCommunicator, Case, Rank, acted_peers, medians, route
 from benchmarks.stopwatch import Stopwatch, Watched
 from moe_ckpt.commit import pipeline
-from moe_ckpt.commit.persisting import Stages
+from moe_ckpt.commit.persisting import SnapshotThread
 from moe_ckpt.commit.room import Room
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.megatron import checkpoint, training_state
@@ -64,7 +64,7 @@ def watched(policy: Policy) -> list[Watched]:
         ("copy at once", pipeline, "copy_at_once"),
         ("buffer", Room, "find"),
         ("start copy", copying.Copier, "start"),
-        ("hand on", Stages, "submit"),
+        ("hand on", SnapshotThread, "submit"),
     ]
 
 
@@ -85,7 +85,7 @@ def measure(case: Case, rank: Rank, steps: int, home: Path, tell: Callable[[str]
         tell(name)
         with _attached(case, rank, policy, home / "ours", results["attach"]) as ours:
             results["policies"][name] = _steps(rank, ours, steps)
-            results["local_operators"] = len(ours.session._resources.pipeline.compiler._local.local_rows)
+            results["local_operators"] = len(ours.session._snapshots.pipeline.compiler._local.local_rows)
             results["operators"] = len(ours.session.catalog.operators)
     return results
 

@@ -26,7 +26,7 @@ def body(rank: int, world: int, root: str, fsdp: bool, policy: str):
     life = Life(root, fsdp, seed=0, policy=POLICIES[policy])
     for _ in range(STEPS):
         life.train()
-        assert life.session._resources.pipeline.wait(TIMEOUT_SECS)
+        assert life.session._snapshots.pipeline.wait(TIMEOUT_SECS)
     before = life.whole()
     life.session.close(TIMEOUT_SECS)
     join(root, "second", rank, world)

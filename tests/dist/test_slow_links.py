@@ -80,7 +80,7 @@ class Life:
 
     def wait(self) -> None:
         """Until all checkpoints are sealed here."""
-        assert self.session._resources.pipeline.stages.wait(0, TIMEOUT_SECS)
+        assert self.session._snapshots.pipeline.first.wait(0, TIMEOUT_SECS)
 
 
 def _until_killed(rank: int, _: int, root: str, network: Network) -> None:

@@ -442,7 +442,7 @@ class Counted(pl.Callback):
         self.ours, self.found = ours, []
 
     def on_train_batch_end(self, *args) -> None:
-        tier = self.ours._fit.session._resources.pipeline.memory
+        tier = self.ours._fit.session._snapshots.pipeline.memory
         with tier._lock:
             entries = list(tier._entries.values())
             newest = newest_checkpoint(entries)

@@ -125,7 +125,7 @@ def test_a_window_that_ends_because_optimizer_state_came_is_not_continued_later(
                 storage.set()
                 fit = trainer.callbacks[-1]._fit
                 assert fit.driver.last.skipped, "step 3 found room"
-                assert retry_until(lambda: not fit.session._resources.pipeline.room.is_short)
+                assert retry_until(lambda: not fit.session._snapshots.pipeline.room.is_short)
 
     monkeypatch.setattr(driver_run, "on_phase", lambda phase: phase != "write" or storage.wait(60.0))
     require_exact(tmp_path, MoEvement(window=3), FirstTokensAtStep3, Slow(), at=6, when_busy="skip")

@@ -175,8 +175,8 @@ def saving(rank: int, world_size: int, root: str, setup: Setup) -> list[dict[str
         megatron_gpt.update(built)
         with _written(ckpt, name if rank == 1 else None):
             record = ckpt.after_step(iteration)
-            assert ckpt.session._resources.pipeline.wait(60.0)
-        [ended] = ckpt.session._resources.pipeline.stages.persister.fates(iteration - 2)
+            assert ckpt.session._snapshots.pipeline.wait(60.0)
+        [ended] = ckpt.session._snapshots.pipeline.persister.fates(iteration - 2)
         found.append(
             {"committed": ended.committed, "cause": ended.cause, "failed": record.failed_checkpoints}
             | {"store": _hashes(Path(root)) if rank == 0 else None, "digests": digests(built)}

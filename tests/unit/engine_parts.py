@@ -200,7 +200,7 @@ class Life:
 
     def settle(self) -> None:
         """Wait until nothing is on its way; the books learn of it at the next step."""
-        assert self.session._resources.pipeline.wait(PATIENCE_SECS)
+        assert self.session._snapshots.pipeline.wait(PATIENCE_SECS)
 
     def capture(self) -> dict[str, Any]:
         return {"step": self.step, "buffer": torch.full((3,), float(self.step)), "empty": torch.empty(0)}

@@ -224,7 +224,7 @@ ITERATION, WRITING_STEPS, PROFILE = 0.1, 3, 10
 def train(life: Life, storage: GatedStorage, clock: Clock, steps: int, slowdown: float) -> None:
     """Each checkpoint takes ``WRITING_STEPS`` steps to write, and slows each of them down by ``slowdown`` s."""
     for _ in range(steps):
-        in_flight = life.session._resources.pipeline.stages.in_flight
+        in_flight = life.session._snapshots.pipeline.first.in_flight
         clock.now += ITERATION + (slowdown if in_flight else 0.0)
         if in_flight and life.step >= life.begun + WRITING_STEPS - 1:
             storage.gate.set()

@@ -18,7 +18,7 @@ from moe_ckpt.ledger.retention import RetentionPolicy
 from moe_ckpt.policies import MoC
 from moe_ckpt.reading.reader import StoreReader, newest_good
 from moe_ckpt.run.documents import read_header, read_manifest, read_parts, read_sealed
-from moe_ckpt.session.session_resources import describe_differences, open_store
+from moe_ckpt.session.opening import describe_differences, open_store
 from moe_ckpt.storage import LocalStorage, StoreLock
 from tests.support.collecting import clean_start
 from tests.support.store_builder import example

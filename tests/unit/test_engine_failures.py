@@ -113,7 +113,7 @@ def test_the_death_of_the_persist_thread_surfaces_once(tmp_path):
         life.go()
         with pytest.raises(RuntimeError, match="closed by peer"):
             life.settle()
-        life.session._resources.pipeline.stages.raise_fatal()
+        life.session._snapshots.pipeline.raise_fatal()
         life.session.close()
     assert [m.step for m in manifests(tmp_path)] == [1]
 
@@ -122,7 +122,7 @@ def test_the_death_of_the_persist_thread_surfaces_at_the_next_step(tmp_path):
     with Life(LocalStorage(tmp_path), comm=Deaf()) as life:
         life.go(1, settle=True)
         life.go()
-        life.session._resources.pipeline.stages.persister._thread.join(120)
+        life.session._snapshots.pipeline.persister._thread.join(120)
         with pytest.raises(RuntimeError, match="closed by peer"):
             life.go()
 

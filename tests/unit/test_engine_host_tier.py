@@ -161,7 +161,7 @@ def test_a_budget_for_two_gives_up_the_recovery_buffer_and_says_so_once(tmp_path
         size = find(life, 2).slot.memory.numel()
     budget = 2 * size + size // 2
     with Life(LocalStorage(tmp_path / "run"), policy=moc(), host_memory_bytes=budget, when_busy="wait") as life:
-        pool = life.session._resources.pipeline._pool
+        pool = life.session._snapshots.pipeline._pool
         for _ in range(12):
             life.go()
             assert pool.lent_bytes <= budget
@@ -179,9 +179,9 @@ def test_after_a_few_steps_no_snapshot_allocates(tmp_path, monkeypatch):
     monkeypatch.setattr(Arena, "grow", lambda self, *args, **how: grow(self, *args, **how) and not made.append(args))
     with Life(LocalStorage(tmp_path), policy=moc(), when_busy="wait") as life:
         life.go(3, settle=True)
-        life.session._resources.pipeline._copier._pool.submit(int).result()
-        life.session._resources.pipeline._copier._pool.submit(int).result()
-        life.session._resources.pipeline._copier._pool.submit(int).result()
+        life.session._snapshots.pipeline._copier._pool.submit(int).result()
+        life.session._snapshots.pipeline._copier._pool.submit(int).result()
+        life.session._snapshots.pipeline._copier._pool.submit(int).result()
         before = len(made)
         assert before <= 4, "for the dense one, and three"
         life.go(30)
@@ -239,7 +239,7 @@ def test_a_second_fault_before_the_next_commit_profits_again(tmp_path):
         life.go(2, settle=True)
         assert held_steps(life) == [8], "step 6 is forgotten"
         assert find(life, 8).header.identity.generation == life.session.generation == 1
-        assert life.session._resources.pipeline._pool.lent_bytes == life.session.tier.nbytes
+        assert life.session._snapshots.pipeline._pool.lent_bytes == life.session.tier.nbytes
 
 
 def test_losses_are_as_counted_without_the_host_tier_once_it_is_released(tmp_path):

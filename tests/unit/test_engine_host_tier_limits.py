@@ -79,7 +79,7 @@ def test_a_snapshot_under_way_when_the_fault_came_leaves_nothing_once_its_thread
         life.go(3, settle=True)
         storage.gate.clear()
         life.go(2)
-        writer = life.session._resources.pipeline.stages.persister._thread
+        writer = life.session._snapshots.pipeline.persister._thread
         life.session.close(0.2)
     del life
     storage.gate.set()
@@ -138,7 +138,7 @@ def test_a_buffer_of_an_earlier_life_with_a_larger_budget_is_not_used_again(tmp_
     settings = {"host_memory_bytes": int(size * 0.7), "when_busy": "wait"}
     with Life(LocalStorage(tmp_path), policy=MoC(k=1), **settings) as life:
         resume(life)
-        pool = life.session._resources.pipeline._pool
+        pool = life.session._snapshots.pipeline._pool
         for _ in range(3):
             life.go(1, settle=True)
             assert pool.lent_bytes <= pool.budget_bytes
@@ -151,7 +151,7 @@ def test_a_session_that_failed_in_the_middle_of_a_write_leaves_the_store_to_the_
         life.go(3, settle=True)
         storage.gate.clear()
         life.go(1)
-        writer = life.session._resources.pipeline.stages.persister._thread
+        writer = life.session._snapshots.pipeline.persister._thread
         life.session.close(0.2)
         with pytest.raises(StoreInUseError), Life(LocalStorage(tmp_path)):
             pass
@@ -194,7 +194,7 @@ def test_a_copy_that_breaks_while_an_earlier_checkpoint_is_being_written_leaves_
     life.session.before_update()
     breaking.append(True)
     life.session.save_complete(life.step, life.capture)
-    writer = life.session._resources.pipeline.stages.persister._thread
+    writer = life.session._snapshots.pipeline.persister._thread
     life.session.close(0.2)
     with pytest.raises(StoreInUseError), Life(LocalStorage(tmp_path)):
         pass

@@ -123,13 +123,13 @@ def test_state_that_appears_is_noticed_whatever_the_plan():
     run = Run()
     plan = SnapshotPlan(3, (CHOSEN,))
     before, specs = run.live.describe_for(plan)
-    run.live.layout.update(specs)
+    run.live.note_layout(specs)
     parameter = run.parameters[run.parameter_of(OTHER)]
     run.optimizer.state[parameter]["largest"] = torch.zeros_like(parameter)
     run.next_step()
     found, specs = run.live.describe_for(plan)
     assert len(found) == len(before) + 1
-    assert OTHER in run.live.layout.update(specs)
+    assert OTHER in run.live.note_layout(specs)
 
 
 class Logs:

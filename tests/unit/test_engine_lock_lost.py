@@ -91,7 +91,7 @@ def test_an_upload_may_take_longer_than_a_lease(monkeypatch):
         storage.secs = 1.5
         life.go(1)
         life.session._run.lock._unregister()  # as if the other were another process
-        while life.session._resources.pipeline.stages.persister.in_flight:
+        while life.session._snapshots.pipeline.persister.in_flight:
             with pytest.raises(StoreInUseError):
                 StoreLock(RemoteStorage(storage.root), "another run", ttl_secs=1.0).acquire()
             time.sleep(0.2)

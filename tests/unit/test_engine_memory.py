@@ -162,7 +162,7 @@ def test_a_slot_that_is_being_written_has_no_header(where):
 
     def look(phase):
         if phase == "copy":
-            written = {buffer.begin for buffer in only.session._resources.pipeline._pool._lent}
+            written = {buffer.begin for buffer in only.session._snapshots.pipeline._pool._lent}
             seen.append({int(path.name.partition("@")[2]) for path in slots(where[1])} & written)
 
     with life(where, on_phase=look) as only:

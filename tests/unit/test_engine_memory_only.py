@@ -253,7 +253,7 @@ def test_a_stuck_storage_holds_up_neither_training_nor_memory(where, caplog):
         storage.gate.clear()
         for _ in range(12):
             only.go()
-            assert only.session._resources.pipeline.stages.wait(0, 60)
+            assert only.session._snapshots.pipeline.first.wait(0, 60)
         only.go(2)
         assert only.records[-1].memory_step >= 12
         stayed = [record.step for record in only.records if record.begun and not record.to_storage]
@@ -441,7 +441,7 @@ def test_no_budget_that_holds_a_checkpoint_ends_training(name, when_busy, where)
             each.go(24, settle=True)
             newest = max(each.records[-1].memory_step or 0, each.records[-1].committed_step or 0)
             assert newest >= 24 - 14, (tenths, [record.begun for record in each.records])
-            assert each.session._resources.pipeline._pool.lent_bytes <= budget
+            assert each.session._snapshots.pipeline._pool.lent_bytes <= budget
             each.finish()
 
 
@@ -817,7 +817,7 @@ def test_a_checkpoint_that_waits_for_storage_keeps_its_own_checksums(where):
         storage.gate.clear()
         only.go(1)
         for _ in range(2):  # memory alone holds these
-            assert only.session._resources.pipeline.stages.wait(0, PATIENCE_SECS)
+            assert only.session._snapshots.pipeline.first.wait(0, PATIENCE_SECS)
             only.go(1)
         storage.gate.set()
         only.settle()

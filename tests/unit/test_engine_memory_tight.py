@@ -43,7 +43,7 @@ def trained(root: Path, name: str, steps: int, replicas: int = 0, **settings: An
         memory = Memory(directory=node, storage_every=1000, replicas=replicas)
         with Life(LocalStorage(root / "store"), policy=POLICIES[name], memory=memory, comm=comm, **settings) as each:
             settle = settings.get("when_busy") == "skip"
-            replicator = each.session._resources.memory.replicator
+            replicator = each.session._snapshots.pipeline.memory.replicator
             for _ in range(steps):
                 each.go(settle=settle)
                 assert not settle or replicator is None or retry_until(lambda: not replicator.in_flight)

@@ -94,7 +94,7 @@ def test_memory_is_let_go_of_for_the_next_session_of_the_process(tmp_path, monke
     first.go(3, settle=True)
     first.session.close()
     with monkeypatch.context() as patch:
-        module = "session.session_resources" if what == "Committer" else "commit.pipeline"
+        module = "session.opening" if what == "Committer" else "commit.pipeline"
         patch.setattr(f"moe_ckpt.{module}.{what}", broken)
         with pytest.raises(Bug):
             Life(LocalStorage(tmp_path / "store"), policy=Dense(), **settings).session.open()

@@ -302,7 +302,7 @@ def test_memory_held_never_exceeds_the_budget(tmp_path, when_busy):
     storage = GatedStorage(tmp_path / "run")
     budget = int(1.6 * dense)
     with Life(storage, when_busy=when_busy, host_memory_bytes=budget, max_in_flight=3) as life:
-        pool, held = life.session._resources.pipeline._pool, []
+        pool, held = life.session._snapshots.pipeline._pool, []
         for step in range(25):
             if when_busy == "skip":
                 storage.gate.set() if step % 5 == 4 else storage.gate.clear()
@@ -432,7 +432,7 @@ def test_close_abandons_a_slow_write_and_keeps_the_store_from_others(tmp_path, c
         life.go(1, settle=True)
         storage.gate.clear()
         life.go(1)
-        writer = life.session._resources.pipeline.stages.persister._thread
+        writer = life.session._snapshots.pipeline.persister._thread
         began = time.perf_counter()
         life.session.close(0.2)
         assert time.perf_counter() - began < PATIENCE_SECS / 2
@@ -458,7 +458,7 @@ def test_the_complete_checkpoint_of_a_step_joins_the_partial_one(tmp_path):
     """Both begin in one step; the copy of the first must not be forgotten, for its writing may wait for the join."""
     with Life(LocalStorage(tmp_path)) as life:
         life.go(2, settle=True)
-        first = life.session._resources.pipeline._copy
+        first = life.session._snapshots.pipeline._copy
         life.session.save_complete(life.step, life.capture)
         assert first._joined.is_set()
         life.finish()

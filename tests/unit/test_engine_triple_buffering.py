@@ -114,7 +114,7 @@ def test_no_buffer_is_written_to_while_it_is_in_use(tmp_path, poisoned, when_bus
             seen.add(assert_recovery_buffer_is_of_one_step(life))
         life.settle()
         seen.add(assert_recovery_buffer_is_of_one_step(life))
-        assert life.session._resources.pipeline._pool.lent_bytes < 4 * life.session.tier.nbytes
+        assert life.session._snapshots.pipeline._pool.lent_bytes < 4 * life.session.tier.nbytes
     found = manifests(tmp_path)
     assert storage.failures == 4
     assert len(found) == 40 - 4

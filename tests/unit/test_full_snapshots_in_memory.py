@@ -183,7 +183,7 @@ def test_it_costs_no_checkpoint_and_no_wait(tmp_path, policy, room, when_busy, c
             life.go(4)
             storage.gate.set()
             life.settle()
-            assert life.session._resources.pipeline._pool.lent_bytes <= budget
+            assert life.session._snapshots.pipeline._pool.lent_bytes <= budget
             life.go(1, settle=True)
             seen[kept] = [(r.begun, r.waited and when_busy == "skip") for r in life.records]
             assert held_steps(life) == ([life.step] if kept else [])

@@ -481,7 +481,7 @@ def test_what_the_dead_life_left_counts_as_free(where, monkeypatch):  # noqa: F8
     monkeypatch.setattr(limits, "cgroup_bytes", lambda **_: None)
     with life(where, when_busy="wait") as second:
         come_back(second)
-        assert second.session._resources.pipeline._pool.budget_bytes >= nbytes
+        assert second.session._snapshots.pipeline._pool.budget_bytes >= nbytes
         second.go(2, settle=True)
         assert second.session.committed_directory is not None
 

@@ -167,7 +167,7 @@ def two_copies(root) -> tuple[LocalStorage, LocalStorage]:
 def test_a_copy_of_the_store_that_starts_at_the_same_moment_is_another_life(root):
     one, other = two_copies(root)
     with life(root, storage=one) as first, life(root, storage=other) as second:
-        assert first.session._resources.generation == second.session._resources.generation
+        assert first.session.generation == second.session.generation
         second.go(1, settle=True)
         first.go(1, settle=True)
         assert first.session.tier.files.path != second.session.tier.files.path

@@ -40,8 +40,6 @@ from moe_ckpt.slices.writing import (
 )
 from moe_ckpt.threads import ThreadName, named_thread
 from moe_ckpt.tiers.host_tier import BufferTier
-from moe_ckpt.tiers.memory_tier import MemoryTier
-from moe_ckpt.tiers.sealing import MemorySealer
 
 log = logging.getLogger("moe_ckpt")
 
@@ -146,6 +144,11 @@ class SnapshotThread:
         self.raise_fatal()
         return done
 
+    def wait_for_next(self, timeout_secs: float) -> bool:
+        """Wait until one snapshot more has ended; False if none is under way, or not in time."""
+        in_flight = self.in_flight
+        return bool(in_flight) and self.wait(in_flight - 1, timeout_secs)
+
     def raise_fatal(self) -> None:
         """Raise, once, the error that ended the thread."""
         with self._changed:
@@ -198,87 +201,6 @@ class SnapshotThread:
                 self._afterwards()
             except OSError as error:  # nobody waits for this thread any more
                 log.warning("the store could not be released: %s", error)
-
-
-class Stages:
-    """Owns the persist thread, and the sealing thread before it. Its methods are called on the training thread.
-
-    Args:
-        run: The session's.
-        memory: Where snapshots are sealed first; None where memory is the process's own.
-        resolver: Brings snapshots to their end on storage.
-        checker: Takes checksums; closed with the threads.
-
-    Attributes:
-        persister: The persist thread.
-    """
-
-    def __init__(
-        self,
-        run: RunContext,
-        memory: MemoryTier | None,
-        resolver: SnapshotResolver,
-        checker: Checker,
-    ) -> None:
-        self._checker = checker
-        self.persister = self._first = SnapshotThread(ThreadName.PERSIST, resolver.resolve, resolver.looks_gone)
-        self._memory = memory
-        if memory is not None:
-            sealer = MemorySealer(run, memory, self.persister.submit, checker)
-            self._first = SnapshotThread(ThreadName.SEAL, sealer.resolve)
-
-    @property
-    def in_flight(self) -> int:
-        """Snapshots that the next one would wait for: not sealed yet, or, in private memory, not written yet."""
-        return self._first.in_flight
-
-    def submit(self, snapshot: Snapshot) -> None:
-        """Take a snapshot over. Its copy may still be under way."""
-        if self._memory is not None:
-            self._memory.begin(snapshot)
-            if snapshot.contents.to_storage:
-                self.persister.expect()
-        self._first.submit(snapshot, expected=False)
-
-    def wait(self, most: int, timeout_secs: float) -> bool:
-        """Wait until at most ``most`` snapshots are in the next one's way; False if the time ran out."""
-        return self._first.wait(most, timeout_secs)
-
-    def wait_for_seal(self, timeout_secs: float) -> None:
-        """Waits until the newest step of a gradient log is sealed: one that is not sealed breaks it off, so a failure
-        costs the step before, not two. A warning tells if the time ran out.
-        """
-        if not self.wait(0, timeout_secs):
-            log.warning(
-                "the step before is not sealed in memory after %g s (timeout_secs). Training goes on; a failure costs "
-                "two steps until it is",
-                timeout_secs,
-            )
-
-    def wait_for_storage(self, timeout_secs: float) -> bool:
-        """Wait until storage has one snapshot more; False if it has none to write, or not in time."""
-        writing = self.persister.in_flight
-        return bool(writing) and self.persister.wait(writing - 1, timeout_secs)
-
-    def wait_for_all(self, timeout_secs: float) -> bool:
-        """Wait until no snapshot is under way; False if the time ran out."""
-        until = time.monotonic() + timeout_secs
-        return self.wait(0, timeout_secs) and self.persister.wait(0, max(0.0, until - time.monotonic()))
-
-    def raise_fatal(self) -> None:
-        """Raise, once, the error that ended a thread."""
-        for thread in (self._first, self.persister):
-            if thread.fatal is not None:
-                thread.raise_fatal()
-
-    def close(self, timeout_secs: float, afterwards: Callable[[], None]) -> bool:
-        """End the threads once what is queued is done. See ``SnapshotThread.close``."""
-        until = time.monotonic() + timeout_secs
-        if self._first is not self.persister:
-            self._first.close(timeout_secs)
-        ended = self.persister.close(max(0.0, until - time.monotonic()), afterwards)
-        self._checker.close()
-        return ended
 
 
 def announced(fate: Fate, comm: Communicator) -> Fate:

@@ -21,7 +21,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 
 from moe_ckpt.commit.commit import Committer
-from moe_ckpt.commit.persisting import SnapshotResolver, Stages
+from moe_ckpt.commit.persisting import SnapshotResolver, SnapshotThread
 from moe_ckpt.commit.room import Room
 from moe_ckpt.core.step import Contents, Facts, Step
 from moe_ckpt.core.tokens import Counts
@@ -33,10 +33,12 @@ from moe_ckpt.slices.compiling import CompiledPart, PlanCompiler
 from moe_ckpt.slices.copying import Copier, Copy
 from moe_ckpt.slices.mirroring import MirroredShares
 from moe_ckpt.slices.snapshot import Encode, Snapshot, copy_at_once, placed
+from moe_ckpt.threads import ThreadName
 from moe_ckpt.tiers import host_tier
 from moe_ckpt.tiers.host_memory import HostMemory
 from moe_ckpt.tiers.limits import requires_room
 from moe_ckpt.tiers.memory_tier import MemoryTier
+from moe_ckpt.tiers.sealing import MemorySealer
 
 log = logging.getLogger("moe_ckpt")
 
@@ -47,12 +49,22 @@ _IDLE_SECS = 5.0
 class Pipeline:
     """Owns the buffers and the threads; ``close`` lets go of the memory. Not safe for use from several threads.
 
+    Args:
+        run: The session's.
+        run_id: See below.
+        memory: Host memory, which is open.
+        committer: On rank 0; None elsewhere.
+
     Attributes:
+        run_id: Of the store.
+        generation: Life of the run, which names step directories.
+        committer: As given.
         tier: What memory keeps.
         memory: The tier, if what it keeps outlives the process.
         compiler: Turns contents into what this rank copies and writes.
         snapshot_bytes: The most that one snapshot of this rank may have.
-        stages: What snapshots pass through.
+        persister: The thread that brings snapshots to their end on storage.
+        first: The thread that each snapshot goes to first: it seals them; in private memory it is the ``persister``.
         room: Host memory for the next snapshot.
         next_number: That of the next snapshot.
     """
@@ -65,7 +77,8 @@ class Pipeline:
         committer: Committer | None,
     ) -> None:
         rank = run.comm.rank
-        self._run_id, self._life, self.next_number = run_id, memory.life, 0
+        self.run_id, self._life, self.next_number = run_id, memory.life, 0
+        self.generation, self.committer = memory.generation, committer
         self.tier, self._pool, self._root = memory.tier, memory.pool, run.storage.root
         self.memory = memory.tier if isinstance(memory.tier, MemoryTier) else None
         self.compiler = PlanCompiler(run.catalog, run.placement, rank, run.comm.world_size)
@@ -76,16 +89,22 @@ class Pipeline:
             self.compiler.mirrors = MirroredShares(run.catalog, run.placement, sources)
         self._gate = run.gate
         self._copier = Copier(run.on_phase, run.gate)
-        stages: Stages | None = None
+        self._checker = Checker(run.settings.checksum_threads or checking_threads(run.settings.local_ranks))
+        threads: list[SnapshotThread] = []
         require = None if self.memory is None else requires_room(self.memory.files.path, run.settings.local_ranks)
         try:
-            checker = Checker(run.settings.checksum_threads or checking_threads(run.settings.local_ranks))
-            resolver = SnapshotResolver(run, committer, self.tier, checker)
-            self.stages = stages = Stages(run, self.memory, resolver, checker)
-            self.room = Room(run, self._pool, self.tier, stages, require=require)
+            resolver = SnapshotResolver(run, committer, self.tier, self._checker)
+            self.persister = self.first = SnapshotThread(ThreadName.PERSIST, resolver.resolve, resolver.looks_gone)
+            threads.append(self.persister)
+            if self.memory is not None:
+                sealer = MemorySealer(run, self.memory, self.persister.submit, self._checker)
+                self.first = SnapshotThread(ThreadName.SEAL, sealer.resolve)
+                threads.append(self.first)
+            self.room = Room(run, self._pool, self.tier, self.first, self.persister, require=require)
         except BaseException:  # no thread to be had, for instance
-            if stages is not None:
-                stages.close(_IDLE_SECS, lambda: None)
+            for thread in threads:
+                thread.close(_IDLE_SECS)
+            self._checker.close()
             self._copier.close()
             raise
         # The most that one snapshot may have, where as many as may be under way are of that size.
@@ -93,9 +112,9 @@ class Pipeline:
         self._copy: Copy | None = None
         self._consumed: tuple[CompiledPart, ...] = ()
 
-    def identify(self, step: int, generation: int) -> Step:
+    def identify(self, step: int) -> Step:
         """Returns the identity of the next snapshot."""
-        return Step(self._run_id, self._life, generation, step, self.next_number)
+        return Step(self.run_id, self._life, self.generation, step, self.next_number)
 
     def begin(
         self,
@@ -192,7 +211,11 @@ class Pipeline:
             refused=refused,
         )
         self.next_number += not identity.parting
-        self.stages.submit(snapshot)
+        if self.memory is not None:
+            self.memory.begin(snapshot)
+            if contents.to_storage:
+                self.persister.expect()
+        self.first.submit(snapshot, expected=False)
         self.room.note_use(contents, sizes)
         return snapshot
 
@@ -230,7 +253,8 @@ class Pipeline:
         """
         if self._gate is not None:
             self._gate.release()  # training waits: nothing is held back until the next iteration begins
-        return self.stages.wait_for_all(timeout_secs)
+        until = time.monotonic() + timeout_secs
+        return self.first.wait(0, timeout_secs) and self.persister.wait(0, max(0.0, until - time.monotonic()))
 
     def wait_for_room(self, timeout_secs: float) -> bool:
         """Wait until there is room for another snapshot; False if that took longer than ``timeout_secs``.
@@ -241,6 +265,23 @@ class Pipeline:
         if self._gate is not None:
             self._gate.release()  # training waits: nothing is held back until the next iteration begins
         return self.room.wait(timeout_secs)
+
+    def wait_for_seal(self, timeout_secs: float) -> None:
+        """Waits until the newest step of a gradient log is sealed: one that is not sealed breaks it off, so a failure
+        costs the step before, not two. A warning tells if the time ran out.
+        """
+        if not self.first.wait(0, timeout_secs):
+            log.warning(
+                "the step before is not sealed in memory after %g s (timeout_secs). Training goes on; a failure costs "
+                "two steps until it is",
+                timeout_secs,
+            )
+
+    def raise_fatal(self) -> None:
+        """Raise, once, the error that ended a thread."""
+        for thread in (self.first, self.persister):
+            if thread.fatal is not None:
+                thread.raise_fatal()
 
     def close(self, timeout_secs: float, *, keep: bool, afterwards: Callable[[], None]) -> bool:
         """Stop the threads once what is queued is done.
@@ -259,8 +300,12 @@ class Pipeline:
             self.join()
         finally:
             self.room.close()
+            until = time.monotonic() + timeout_secs
             try:
-                ended = self.stages.close(timeout_secs, afterwards)
+                if self.first is not self.persister:
+                    self.first.close(timeout_secs)
+                ended = self.persister.close(max(0.0, until - time.monotonic()), afterwards)
+                self._checker.close()
             finally:
                 self._copier.close()
                 host_tier.leave(self.tier, self._root, keep=keep)

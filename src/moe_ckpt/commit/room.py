@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from concurrent.futures import TimeoutError as NotInTimeError
 from functools import partial
 
-from moe_ckpt.commit.persisting import Stages
+from moe_ckpt.commit.persisting import SnapshotThread
 from moe_ckpt.core.cadence import are_behind
 from moe_ckpt.core.step import Contents, Step
 from moe_ckpt.errors import HostMemoryError
@@ -42,7 +42,8 @@ class Room:
         run: The session's.
         pool: Of the buffers.
         tier: What is kept in them.
-        stages: What is on its way in them.
+        first: The thread that what is on its way goes to first.
+        persister: The thread that writes to storage.
         require: Called before memory is made for what survivors of a failure seal; see ``BufferPool.acquire``.
 
     Attributes:
@@ -54,12 +55,14 @@ class Room:
         run: RunContext,
         pool: BufferPool,
         tier: BufferTier,
-        stages: Stages,
+        first: SnapshotThread,
+        persister: SnapshotThread,
         *,
         require: Callable[[int], None] | None = None,
     ) -> None:
         self._run, self._settings, needs = run, run.settings, needs_of(run.policy)
-        self._pool, self._tier, self._stages, self._require = pool, tier, stages, require
+        self._pool, self._tier, self._require = pool, tier, require
+        self._first, self._persister = first, persister
         self._always_whole = not (needs.partial or needs.windows or needs.gradients)
         self._takes_long = tier.outlives_process or run.settings.pinned  # else the copying thread makes the pages
         self._maker = WorkThread()
@@ -74,7 +77,7 @@ class Room:
     def is_short(self) -> bool:
         """True if another snapshot, as large as the last one or as any partial one, would wait for one under way or for
         memory that is made."""
-        if self._stages.in_flight >= self._settings.max_in_flight or self.is_unmade:
+        if self._first.in_flight >= self._settings.max_in_flight or self.is_unmade:
             return True
         nbytes = max(self._last_nbytes, self._partial_nbytes)
         return not (self._pool.fits(nbytes) or self._pool.fits(nbytes, self._tier.droppable_bytes))
@@ -165,8 +168,8 @@ class Room:
         most = self._settings.max_in_flight - 1
         waited = False
         while True:
-            waited = waited or self._stages.in_flight > most
-            if self._stages.in_flight > most and not self._stages.wait(most, max(0.0, until - time.monotonic())):
+            waited = waited or self._first.in_flight > most
+            if self._first.in_flight > most and not self._first.wait(most, max(0.0, until - time.monotonic())):
                 return None, waited
             buffers = self._acquire(identity, sizes, until, waits=waits, starts=starts)
             while buffers is None and not self.trouble:
@@ -175,11 +178,11 @@ class Room:
                 buffers = self._acquire(identity, sizes, until, waits=waits, starts=starts)
             if buffers is not None or self.trouble:
                 return buffers, waited
-            if self._tier.outlives_process and not self._stages.in_flight:
+            if self._tier.outlives_process and not self._first.in_flight:
                 logged = contents.since is not None and not self._pool.making  # a full snapshot takes its place
                 if logged or not self._comes_back(until):
                     return None, waited
-            most = max(0, min(most, self._stages.in_flight) - 1)
+            most = max(0, min(most, self._first.in_flight) - 1)
 
     def _acquire(
         self,
@@ -224,15 +227,15 @@ class Room:
         if self._pool.making and time.monotonic() < until:
             time.sleep(_MAKING_SECS)
             return True
-        return self._stages.wait_for_storage(max(0.0, until - time.monotonic()))
+        return self._persister.wait_for_next(max(0.0, until - time.monotonic()))
 
     def wait(self, timeout_secs: float) -> bool:
         """Wait until it is no longer ``is_short``; False if that took longer than ``timeout_secs``, or memory is made,
         which nobody waits for."""
         until = time.monotonic() + timeout_secs
-        while self.is_short and self._stages.in_flight and not self.is_unmade:
-            fewer = min(self._stages.in_flight, self._settings.max_in_flight) - 1
-            if not self._stages.wait(max(0, fewer), max(0.0, until - time.monotonic())):
+        while self.is_short and self._first.in_flight and not self.is_unmade:
+            fewer = min(self._first.in_flight, self._settings.max_in_flight) - 1
+            if not self._first.wait(max(0, fewer), max(0.0, until - time.monotonic())):
                 return False
         return not self.is_unmade
 

@@ -42,7 +42,7 @@ class LiveState:
         gradient_dtype: Type that wider gradients are saved in, as named in headers; None for their own.
 
     Attributes:
-        layout: Which tensors exist for each parameter.
+        changes: How often the set of tensors was another one than before; equal on every rank.
         placement: Who holds what.
         compute_types: What kernels read of the parameters; see ``set_compute_types``.
         sizes: Bytes of every operator, as ``weigh`` found them.
@@ -52,7 +52,7 @@ class LiveState:
     def __init__(
         self, ledger: Ledger, state: TrainingState, placement: Placement, gradient_dtype: str | None = None
     ) -> None:
-        self.layout = Layout(ledger)
+        self.changes = 0
         self.placement = placement
         self.compute_types: ComputeTypes = {}
         self.sizes: Mapping[str, OperatorBytes] = {}
@@ -62,6 +62,8 @@ class LiveState:
         self._state = state
         self._gradient_dtype = gradient_dtype
         self._described: tuple[Sequence[StateTensor], Sequence[TensorSpec]] | None = None
+        self._keys: dict[str, frozenset[str]] | None = None  # of each parameter
+        self._noted: Sequence[TensorSpec] | None = None
         self._weighed_at = -1
         self._alike_at, self._alike = -1, False
 
@@ -97,9 +99,9 @@ class LiveState:
     @property
     def is_held_alike(self) -> bool:
         """Returns whether each peer holds all of every tensor, and not a part of it (FSDP2, sharded optimizers)."""
-        if self._alike_at != self.layout.changes:
+        if self._alike_at != self.changes:
             tensors, _ = self.describe()
-            self._alike_at, self._alike = self.layout.changes, all(tensor.replicated for tensor in tensors)
+            self._alike_at, self._alike = self.changes, all(tensor.replicated for tensor in tensors)
         return self._alike
 
     @property
@@ -107,17 +109,44 @@ class LiveState:
         """Returns whether each rank holds all training state: under plain data parallelism, if nothing is sharded."""
         return self.placement.experts_whole and self.is_held_alike
 
+    def note_layout(self, specs: Sequence[TensorSpec]) -> Mapping[str, int]:
+        """Notices new and removed tensors, for which the ledger must have operators saved.
+
+        Args:
+            specs: Of the tensors that exist now.
+
+        Returns:
+            The operators to be saved in any case: see ``Ledger.mandatory``.
+        """
+        if specs is not self._noted:
+            self._noted, before = specs, self._keys
+            keys: dict[str, set[str]] = {}
+            for tensor in specs:
+                keys.setdefault(tensor.parameter, set()).add(tensor.key)
+            self._keys = after = {parameter: frozenset(key_set) for parameter, key_set in keys.items()}
+            if before is not None and after != before:
+                self.changes += 1
+                for parameter in after.keys() | before.keys():
+                    if after.get(parameter) != before.get(parameter):
+                        self._ledger.owe(_holders(self._catalog, parameter), self.changes)
+        return self._ledger.mandatory
+
     def weigh(self) -> int:
         """Bring ``sizes`` up to date; returns how often the set of tensors has changed."""
         _, specs = self.describe()
-        self.layout.update(specs)
-        if self._weighed_at != self.layout.changes:
-            self._weighed_at = self.layout.changes
+        self.note_layout(specs)
+        if self._weighed_at != self.changes:
+            self._weighed_at = self.changes
             if not self.is_held_alike:  # FSDP2: experts are divided over all ranks
                 self.placement = replace(self.placement, experts_whole=False)
             self.sizes = operator_bytes(self._catalog, specs, self.compute_types, self._gradient_dtype)
             self.coupled = coupled_operators(self._catalog, specs)
-        return self.layout.changes
+        return self.changes
+
+
+def _holders(catalog: Catalog, parameter: str) -> set[str]:
+    """Operators that have a part of the parameter, or of its state."""
+    return {op.id for op, _ in catalog.spans_of[parameter]} | {catalog.home[parameter]}
 
 
 class _Here:
@@ -135,8 +164,7 @@ class _Here:
             positions.setdefault(tensor.parameter, []).append(at)
         sharing: list[list[int]] = [[] for _ in catalog.operators]
         for parameter, indices in positions.items():
-            operators = {op.id for op, _ in catalog.spans_of[parameter]} | {catalog.home[parameter]}
-            for operator in operators:
+            for operator in _holders(catalog, parameter):
                 sharing[catalog.index_of[operator]] += indices
         self._counts = np.array(list(map(len, sharing)), dtype=np.int64)
         self._firsts = np.cumsum(self._counts) - self._counts
@@ -145,44 +173,6 @@ class _Here:
     def of(self, operators: Numbers) -> Reading:
         """The tensors of the operators at these places of the catalog."""
         return Reading(self.tensors, self._tensors_of[ranges(self._firsts[operators], self._counts[operators])])
-
-
-class Layout:
-    """Notices new and removed tensors, and tells the ledger which operators must be saved for it.
-
-    Equal on every rank, since the tensors that exist are.
-
-    changes: how often their set was another one than before.
-    """
-
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
-        self._known: dict[str, frozenset[str]] | None = None
-        self._seen: Sequence[TensorSpec] | None = None
-        self.changes = 0
-
-    def update(self, specs: Sequence[TensorSpec]) -> Mapping[str, int]:
-        """Note the tensors that exist now. Returns the operators to be saved in any case: see ``Ledger.mandatory``."""
-        if specs is not self._seen:
-            self._compare(specs)
-            self._seen = specs
-        return self._ledger.mandatory
-
-    def _compare(self, specs: Sequence[TensorSpec]) -> None:
-        keys: dict[str, set[str]] = {}
-        for tensor in specs:
-            keys.setdefault(tensor.parameter, set()).add(tensor.key)
-        current = {parameter: frozenset(key_set) for parameter, key_set in keys.items()}
-        if self._known is not None and current != self._known:
-            self.changes += 1
-            for parameter in current.keys() | self._known.keys():
-                if current.get(parameter) != self._known.get(parameter):
-                    self._ledger.owe(self._holders(parameter), self.changes)
-        self._known = current
-
-    def _holders(self, parameter: str) -> set[str]:
-        catalog = self._ledger.catalog
-        return {op.id for op, _ in catalog.spans_of[parameter]} | {catalog.home[parameter]}
 
 
 class Planner:

@@ -121,7 +121,7 @@ class Backlog:
 
     def _say_hung(self, plan: SnapshotPlan, pipeline: Pipeline) -> None:
         """Warns once of each snapshot that storage does not finish, and of each window that is given up for it."""
-        step, secs = pipeline.stages.persister.writing or (None, 0.0)
+        step, secs = pipeline.persister.writing or (None, 0.0)
         if plan.window is not None and plan.slot:
             self._said.add(f"hung {step}")
             self._say(

@@ -95,7 +95,7 @@ class Bookkeeper:
             edited: See ``StepConsensus``; of this rank.
         """
         before = self.run_ledger.tokens.applied.copy()
-        persister, memory, room = pipeline.stages.persister, pipeline.memory, pipeline.room
+        persister, memory, room = pipeline.persister, pipeline.memory, pipeline.room
         ended, outlives, newest = persister.fates(self._newest_ended), memory is not None, self.committed_directory
         if ended:
             self.meter.record_transfers(ended)

@@ -11,6 +11,7 @@ and once each: ``open`` before training, ``resume_from`` after a restore, ``fini
 from __future__ import annotations
 
 import contextlib
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -25,20 +26,24 @@ from moe_ckpt.policies.base import needs_of
 from moe_ckpt.run.agreement import Deferred, StepConsensus, StepTokens
 from moe_ckpt.run.context import RunContext
 from moe_ckpt.run.events import (
+    Closed,
     Joined,
+    Opened,
     Resumed,
     StepEnded,
     StepRecord,
     TrainingBegins,
     TrainingEnded,
 )
-from moe_ckpt.session.session_resources import SessionResources
+from moe_ckpt.session.opening import open_pipeline
 from moe_ckpt.session.snapshotting import Capture, Snapshotter
 from moe_ckpt.slices.assignment import ComputeTypes
 from moe_ckpt.slices.snapshot import Encode, plain_of
 from moe_ckpt.stopwatch import Since, Stopwatch, timed
 from moe_ckpt.tiers.host_tier import HostTier
 from moe_ckpt.tiers.memory_tier import MemoryTier
+
+log = logging.getLogger("moe_ckpt")
 
 _IDLE_SECS = 10.0
 """Longest wait for threads that have nothing to do."""
@@ -88,8 +93,7 @@ class CheckpointSession:
         self.comm = run.comm
         self.stopwatch = stopwatch or Stopwatch()
         self._run = run
-        self._resources = SessionResources(self._run)
-        self._snapshots = Snapshotter(self._run, self._resources)
+        self._snapshots = Snapshotter(self._run)
         self._planner = self._snapshots.planner
         self._booking = self._snapshots.booking
         self.run_ledger = self._booking.run_ledger
@@ -97,6 +101,7 @@ class CheckpointSession:
         self._since_record, self._since_lap = Since(self.stopwatch), Since(self.stopwatch)
         self._agree_secs = 0.0
         self._newest_plan = SnapshotPlan(0)
+        self._release = run.lock.release  # once
 
     # --- once, before training ---
 
@@ -107,9 +112,23 @@ class CheckpointSession:
             StoreError, ConfigError, OSError: as ``open_store``. Whatever is raised, neither the lock is held nor a
                 thread runs then.
         """
+        run, settings, ranks = self._run, self._run.settings, self.comm.world_size
         try:
-            pipeline = self._resources.open()
-            needs = needs_of(self._run.policy)
+            self._snapshots.opened = pipeline = open_pipeline(run)
+            run.tell(
+                Opened(
+                    catalog=run.catalog,
+                    placement=run.placement,
+                    policy=run.policy.describe(),
+                    run_id=pipeline.run_id,
+                    generation=pipeline.generation,
+                    ranks=ranks,
+                    ranks_per_node=min(settings.local_ranks, ranks),
+                    host_memory_bytes=pipeline.snapshot_bytes * settings.max_in_flight,
+                    replicas=0 if settings.memory is None else settings.memory.replicas,
+                )
+            )
+            needs = needs_of(run.policy)
             if needs.windows or needs.gradients:  # minimum over ranks
                 [least] = largest(self.comm, [-pipeline.snapshot_bytes])
                 self._planner.room = -least
@@ -140,7 +159,8 @@ class CheckpointSession:
             rebuilds: Files of the store are damaged that a partial checkpoint would build on: not ``same_store`` then,
                 and the next checkpoint has everything, whatever the policy.
         """
-        committer = self._resources.committer
+        pipeline = self._snapshots.pipeline
+        committer = pipeline.committer
         fault = self.run_ledger.resume_from(
             manifest, same_store=same_store, tokens_from_host=tokens_from_host, beneath=beneath
         )
@@ -150,7 +170,7 @@ class CheckpointSession:
             self._booking.meter.resume(manifest.measured)
         if same_store:
             stored = beneath or manifest
-            self._snapshots.live.layout.update(self._run.state.specs())
+            self._snapshots.live.note_layout(self._run.state.specs())
             self._snapshots.backlog.resumed(stored.step)
             self._booking.committed_directory = stored.directory
             if needs_of(self._run.policy).windows:
@@ -158,7 +178,7 @@ class CheckpointSession:
                 [self._planner.dense_step] = largest(self.comm, [dense_step])
         if rebuilds:
             self.run_ledger.forget()
-        self._resources.pipeline.room.training_begins(whole=self.run_ledger.needs_everything)
+        pipeline.room.training_begins(whole=self.run_ledger.needs_everything)
         self._run.tell(Resumed(manifest.step))
         self._since_record.take()  # what a replay took is no stall of the next step
         self._since_lap.take()
@@ -167,15 +187,16 @@ class CheckpointSession:
     def continue_ledger(self, tokens: Mapping[str, Any], index: int) -> None:
         """Go on from a dense checkpoint of another kind, which lacks no expert's tokens."""
         self.run_ledger.continue_from(tokens, index)
-        if self._resources.committer is not None:
-            self._resources.committer.resume_from(self.run_ledger.ledger, None)
+        committer = self._snapshots.pipeline.committer
+        if committer is not None:
+            committer.resume_from(self.run_ledger.ledger, None)
 
     def training_begins(self) -> None:
         """The state is complete, and the loop is entered. No collective."""
-        self.tier.left_slots.training_begins()
-        ledger = self.run_ledger
+        pipeline, ledger = self._snapshots.pipeline, self.run_ledger
+        pipeline.tier.left_slots.training_begins()
         is_new = ledger.newest is None and ledger.committed_step is None
-        self._resources.pipeline.room.training_begins(whole=is_new or ledger.needs_everything)
+        pipeline.room.training_begins(whole=is_new or ledger.needs_everything)
         self._run.tell(TrainingBegins())
         self._since_record.take()
         self._since_lap.take()
@@ -201,7 +222,7 @@ class CheckpointSession:
         """Sets the types in which kernels read the parameters, equal on every rank; by default, their own types."""
         self._snapshots.live.set_compute_types(types)
 
-    def follow(self, make: Callable[[RunContext, SessionResources, Snapshotter], _Follower]) -> _Follower:
+    def follow(self, make: Callable[[RunContext, Snapshotter], _Follower]) -> _Follower:
         """Lets a guest follow the newest step. Once, before training.
 
         Args:
@@ -210,25 +231,25 @@ class CheckpointSession:
         Returns:
             The guest.
         """
-        self._follower = follower = make(self._run, self._resources, self._snapshots)
+        self._follower = follower = make(self._run, self._snapshots)
         return follower
 
     # --- what is known ---
 
     @property
     def generation(self) -> int:
-        """Life of the run; 0 before ``open``."""
-        return self._resources.generation
+        """Life of the run."""
+        return self._snapshots.pipeline.generation
 
     @property
     def is_open(self) -> bool:
         """True between ``open`` and ``finish`` or ``close``."""
-        return self._resources.is_open
+        return self._snapshots.opened is not None
 
     @property
     def tier(self) -> HostTier | MemoryTier:
         """Returns the tier in memory: from an earlier session, until this one's first checkpoint."""
-        return self._resources.pipeline.tier
+        return self._snapshots.pipeline.tier
 
     @property
     def committed_directory(self) -> str | None:
@@ -249,15 +270,16 @@ class CheckpointSession:
         Raises:
             RuntimeError: a peer is gone.
         """
+        pipeline = self._snapshots.pipeline
         if of_gradients:
-            self._resources.pipeline.release()
+            pipeline.release()
         else:
-            self._resources.pipeline.join()
+            pipeline.join()
         if receive:
             self._receive()
             received = time.perf_counter()
             if self._run.gradients is not None and self._run.settings.when_busy == "wait":
-                self._resources.pipeline.stages.wait_for_seal(self._run.settings.timeout_secs)
+                pipeline.wait_for_seal(self._run.settings.timeout_secs)
             if self._follower is not None:
                 self._follower.update_begins(received)
             self._booking.meter.update_began = received
@@ -267,7 +289,7 @@ class CheckpointSession:
     def _receive(self) -> StepConsensus:
         """Books what the ranks agreed on; the wait for slower ranks is no stall."""
         before = self._booking.agreement.waited_secs
-        consensus = self._booking.receive(self._resources.pipeline)
+        consensus = self._booking.receive(self._snapshots.pipeline)
         waited = self._booking.agreement.waited_secs - before
         self._agree_secs += waited
         self.stopwatch.leave_out(waited)
@@ -293,9 +315,9 @@ class CheckpointSession:
         if self._follower is not None:
             self._follower.step_ends(step, plain, tokens)
         self._snapshots.step_begins(updated=updated)
-        booking, pipeline = self._booking, self._resources.pipeline
+        booking, pipeline = self._booking, self._snapshots.pipeline
         pipeline.tier.left_slots.step_ended()
-        pipeline.stages.raise_fatal()
+        pipeline.raise_fatal()
         pipeline.join()
         loaded = bool(self.run_ledger.pending or self.run_ledger.sealing)
         booking.meter.lap(final_at, loaded=loaded, waited_secs=self._since_lap.take(final_at))
@@ -352,7 +374,8 @@ class CheckpointSession:
     def completed(self, record: StepRecord) -> StepRecord:
         """The record with the ledger's numbers of now: after ``finish``, nothing in it is still to come."""
         tokens, plan, snapshots = self.run_ledger.tokens, self._newest_plan, self._snapshots
-        memory, gate = self._resources.memory, self._run.gate
+        opened, gate = self._snapshots.opened, self._run.gate
+        memory = None if opened is None else opened.memory
         return replace(
             record,
             bubble_nbytes=0 if gate is None else gate.bubble_nbytes,
@@ -430,7 +453,7 @@ class CheckpointSession:
         failed = bool(ended) and not ended[-1].committed
         if note_end is not None and not failed and self.comm.rank == 0 and self.committed_directory is not None:
             note_end(self.committed_directory)
-        self._resources.close(None, keep=failed)
+        self._close(self._run.settings.timeout_secs, keep=failed)
         if failed:
             raise SaveFailedError(ended[-1].step, (ended[-1].cause or "unknown",))
 
@@ -440,9 +463,33 @@ class CheckpointSession:
         Unless ``finish`` came before, training failed: the recovery buffer stays in this process's memory for
         the next session on the same store (see ``tiers.host_tier``).
         """
-        self._leave(self._run.settings.timeout_secs if timeout_secs is None else timeout_secs)
+        secs = self._run.settings.timeout_secs if timeout_secs is None else timeout_secs
+        self._leave(secs)
         self._booking.give_up()
-        self._resources.close(timeout_secs, keep=True)
+        self._close(secs, keep=True)
+
+    def _close(self, timeout_secs: float, *, keep: bool) -> None:
+        """Stop the threads, and release the store, or leave that to the thread that still writes.
+
+        Args:
+            timeout_secs: Longest wait for that thread.
+            keep: Training failed: leave the recovery buffer in memory.
+        """
+        pipeline, self._snapshots.opened = self._snapshots.opened, None
+        release, self._release = self._release, lambda: None
+        try:
+            self._run.tell(Closed(finished=not keep))
+        finally:
+            if pipeline is None:
+                release()
+            # Its thread may write on: whoever comes next in this process must not share the store with it.
+            elif not pipeline.close(timeout_secs, keep=keep, afterwards=release):
+                log.warning(
+                    "a checkpoint is still being written; training does not wait for it, but the store stays "
+                    "locked until it ends%s",
+                    "" if self.comm.world_size == 1 else ". Ranks no longer wait for each other to commit it",
+                )
+            self.comm.close()
 
     def _leave(self, timeout_secs: float) -> None:
         if self._follower is not None:

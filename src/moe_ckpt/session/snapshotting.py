@@ -10,9 +10,10 @@ from dataclasses import replace
 from typing import Any, cast
 
 from moe_ckpt.comm.communicator import largest
+from moe_ckpt.commit.pipeline import Pipeline
 from moe_ckpt.core.step import Contents, Facts, Fate, PeerPart, SnapshotPlan, Tier, WindowPlace
 from moe_ckpt.core.tokens import Counts
-from moe_ckpt.errors import SaveFailedError
+from moe_ckpt.errors import ConfigError, SaveFailedError
 from moe_ckpt.policies.base import needs_of
 from moe_ckpt.run.agreement import StepConsensus
 from moe_ckpt.run.context import RunContext
@@ -21,7 +22,6 @@ from moe_ckpt.run.planning import LiveState, Planner, anchoring, gradient_factor
 from moe_ckpt.run.run_ledger import InFlight, places
 from moe_ckpt.session.backlog import Backlog
 from moe_ckpt.session.bookkeeping import Bookkeeper
-from moe_ckpt.session.session_resources import SessionResources
 from moe_ckpt.slices.snapshot import Encode, Snapshot, plain_of
 
 log = logging.getLogger("moe_ckpt")
@@ -38,6 +38,7 @@ class Snapshotter:
     """Makes snapshots from plans, hands them to the pipeline and records them. For the training thread only.
 
     Attributes:
+        opened: The pipeline, while the session is open.
         booking: Updates the ledger.
         live: The training state.
         planner: Asks the policy.
@@ -46,7 +47,8 @@ class Snapshotter:
         newest: The snapshot that began last.
     """
 
-    def __init__(self, run: RunContext, resources: SessionResources) -> None:
+    def __init__(self, run: RunContext) -> None:
+        self.opened: Pipeline | None = None
         needs = needs_of(run.policy)
         self._leaves_out = needs.gradients is not None and needs.partial
         self._popularity = needs.popularity
@@ -57,10 +59,16 @@ class Snapshotter:
         self.updates = 0
         self.newest: Snapshot | None = None
         self._run = run
-        self._resources = resources
         self._end_secs = run.settings.timeout_secs
         self._anchored_as: dict[str, int] = {}
         self._begun: set[tuple[int, ...]] = set()
+
+    @property
+    def pipeline(self) -> Pipeline:
+        """Returns the pipeline. Raises ``ConfigError`` unless the session is open."""
+        if self.opened is None:
+            raise ConfigError("CheckpointSession: call open() first, and nothing after finish() or close()")
+        return self.opened
 
     def step_begins(self, *, updated: bool = True) -> None:
         """The state of another step is final: tensors may differ from before, and the time to wait at the end is reset.
@@ -91,7 +99,7 @@ class Snapshotter:
             tiers = {Tier.HOST}
             if self.backlog.expects_storage(step, consensus, ledger):
                 tiers.add(Tier.STORAGE)
-            in_memory = self._resources.pipeline.memory
+            in_memory = self.pipeline.memory
             if settings.replicas and in_memory is not None and in_memory.replicator is not None:
                 tiers.add(Tier.PEER)
             memory = replace(memory, tiers=frozenset(tiers), sends=consensus.sends)
@@ -120,7 +128,7 @@ class Snapshotter:
         return anchoring(plan, self.booking.anchors.without_anchor(plan.gradients))
 
     def _since(self, anchored: tuple[str, ...], gradients: tuple[str, ...]) -> int | None:
-        number = self._resources.pipeline.next_number
+        number = self.pipeline.next_number
         return self.booking.anchors.since(number, anchored, gradients if self._leaves_out else None)
 
     def carry_out(
@@ -141,7 +149,7 @@ class Snapshotter:
             step_is_agreed: See ``Bookkeeper.tokens_at``.
             before_training: Nothing is computed yet, so that memory is waited for, and the ranks may not be here yet.
         """
-        pipeline = self._resources.pipeline
+        pipeline = self.pipeline
         if pipeline.memory is not None:
             pipeline.memory.goes_on(None if plan.window is None else plan.window.start)
         if not self.backlog.begins(plan, pipeline, consensus):
@@ -187,9 +195,10 @@ class Snapshotter:
         if newest is not None and newest.step == step:
             if newest.contents.full == everything:
                 return
-            self._resources.generation += 1  # a partial checkpoint of this step has taken the name
-            if self._resources.memory is not None:
-                self._resources.memory.files.note_generation(self._resources.generation)
+            pipeline = self.pipeline
+            pipeline.generation += 1  # a partial checkpoint of this step has taken the name
+            if pipeline.memory is not None:
+                pipeline.memory.files.note_generation(pipeline.generation)
         self._settle_memory()
         plain = plain_of(capture, self._run.comm.rank)
         self._begin(SnapshotPlan(step, everything), plain, last=True, step_is_agreed=True)
@@ -197,12 +206,12 @@ class Snapshotter:
     def _settle_memory(self) -> None:
         """Where some rank's budget is used up, the ranks tell each other what memory has before the step ends: older
         snapshots make room then. A collective, while no step is being agreed on."""
-        pipeline, memory = self._resources.pipeline, self._resources.memory
+        pipeline, memory = self.pipeline, self.pipeline.memory
         until = time.monotonic() + self._end_secs
         while memory is not None:
             lacking = pipeline.room.is_used_up and not memory.is_settled
             if lacking:
-                pipeline.stages.wait(0, max(0.0, until - time.monotonic()))
+                pipeline.first.wait(0, max(0.0, until - time.monotonic()))
             numbers = int(lacking), int(time.monotonic() >= until), *memory.reports()
             lacks, late, *reduced = largest(self._run.comm, numbers)
             self.booking.settle(memory, reduced)
@@ -228,12 +237,12 @@ class Snapshotter:
             patience_secs: See ``Pipeline.begin``.
         """
         tensors, specs = self.live.describe_for(plan)
-        pipeline = self._resources.pipeline
+        pipeline = self.pipeline
         applied: Future[Counts] = Future()
         applied.set_result(tokens[0])
-        contents = self._contents(plan, self.live.layout.update(specs), to_storage=False, to_peers=False)
+        contents = self._contents(plan, self.live.note_layout(specs), to_storage=False, to_peers=False)
         snapshot = pipeline.begin(
-            replace(pipeline.identify(plan.step, self._resources.generation), number=plan.step, parting=True),
+            replace(pipeline.identify(plan.step), number=plan.step, parting=True),
             replace(contents, on_behalf_of=of),
             replace(self._facts(), counted=tokens[1]),
             applied=applied,
@@ -255,11 +264,11 @@ class Snapshotter:
         Raises:
             SaveFailedError: Storage did not finish in time.
         """
-        pipeline, timeout_secs = self._resources.pipeline, self._run.settings.timeout_secs
+        pipeline, timeout_secs = self.pipeline, self._run.settings.timeout_secs
         pipeline.join()
         if not pipeline.wait(self._end_secs if last else timeout_secs):
             raise self._not_in_time(step, timeout_secs)
-        return pipeline.stages.persister.fates(-1)
+        return pipeline.persister.fates(-1)
 
     def wait(self, step: int) -> None:
         """Waits as ``drain`` does, in training: says what storage did not finish in time, and raises nothing."""
@@ -290,19 +299,17 @@ class Snapshotter:
             to_peers: So it does to peers.
             before_training: See ``carry_out``.
         """
-        settings, live = self._run.settings, self.live
+        settings, live, pipeline = self._run.settings, self.live, self.pipeline
         patience_secs = self._end_secs if last else settings.timeout_secs
         tensors, specs = live.describe_for(plan)
-        relaid = live.layout.update(specs)
+        relaid = live.note_layout(specs)
         contents, facts = self._contents(plan, relaid, to_storage=to_storage, to_peers=to_peers), self._facts()
-        entry = InFlight(
-            self._resources.pipeline.identify(plan.step, self._resources.generation), contents, facts.applied, relaid
-        )
+        entry = InFlight(pipeline.identify(plan.step), contents, facts.applied, relaid)
         consumed = None if self._run.gradients is None else self._run.gradients.step(tensors)
-        layout_facts = live.layout.changes, specs, live.compute_types, live.is_held_by_each
+        layout_facts = live.changes, specs, live.compute_types, live.is_held_by_each
         live.forget()
         began = time.perf_counter()
-        snapshot = self._resources.pipeline.begin(
+        snapshot = pipeline.begin(
             entry.identity,
             contents,
             facts,
@@ -319,7 +326,7 @@ class Snapshotter:
             starts=not last and self.newest is None and self.updates <= 1,
         )
         if snapshot is None:
-            self.backlog.leave_out(plan, self._resources.pipeline.room.trouble)
+            self.backlog.leave_out(plan, pipeline.room.trouble)
             if to_storage:
                 self.backlog.failed(plan.step, contents.window)
             if plan.window is not None:
@@ -438,8 +445,8 @@ class Snapshotter:
 
     def _not_in_time(self, step: int, secs: float) -> SaveFailedError:
         """What to raise when earlier snapshots were not out of the way after so long."""
-        pipeline, newest = self._resources.pipeline, self.booking.run_ledger.committed_step
-        writing, root = pipeline.stages.persister.writing, self._run.storage.root
+        pipeline, newest = self.pipeline, self.booking.run_ledger.committed_step
+        writing, root = pipeline.persister.writing, self._run.storage.root
         newest_text = (
             "no checkpoint is committed" if newest is None else f"the newest checkpoint is that of step {newest}"
         )

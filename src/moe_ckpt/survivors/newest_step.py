@@ -29,7 +29,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from moe_ckpt.commit.persisting import Stages
+from moe_ckpt.commit.persisting import SnapshotThread
+from moe_ckpt.commit.pipeline import Pipeline
 from moe_ckpt.core.placement import lends
 from moe_ckpt.core.step import SnapshotPlan
 from moe_ckpt.core.tokens import Counts
@@ -38,7 +39,6 @@ from moe_ckpt.policies.base import needs_of
 from moe_ckpt.ports import StateTensor
 from moe_ckpt.run.agreement import Deferred, StepTokens
 from moe_ckpt.run.context import RunContext
-from moe_ckpt.session.session_resources import SessionResources
 from moe_ckpt.session.snapshotting import Snapshotter
 from moe_ckpt.slices.snapshot import Encode, Snapshot
 from moe_ckpt.survivors.state_keeping import StateKeeper
@@ -89,18 +89,18 @@ class Patience:
         self._update_began = now
         self._in_vain = False
 
-    def update_begins(self, now: float, stages: Stages) -> None:
+    def update_begins(self, now: float, sealer: SnapshotThread) -> None:
         """Wait, if that may be of use. On the training thread.
 
         Args:
             now: ``perf_counter``.
-            stages: Has what is under way.
+            sealer: Has what is under way.
         """
         since, self._update_began = now - self._update_began, now
-        if not stages.in_flight:
+        if not sealer.in_flight:
             self._in_vain = False
         elif not self._in_vain:
-            self._in_vain = not stages.wait(0, _SEALING_PORTION * since)
+            self._in_vain = not sealer.wait(0, _SEALING_PORTION * since)
 
 
 class Survivor:
@@ -108,15 +108,14 @@ class Survivor:
 
     Args:
         run: The session's.
-        resources: Likewise.
         snapshots: Likewise.
 
     Attributes:
         lends: Whether this rank has what others write of the newest step as they have it.
     """
 
-    def __init__(self, run: RunContext, resources: SessionResources, snapshots: Snapshotter) -> None:
-        self._run, self._resources, self._snapshots = run, resources, snapshots
+    def __init__(self, run: RunContext, snapshots: Snapshotter) -> None:
+        self._run, self._snapshots = run, snapshots
         self._step: int | None = None
         self._plain: Encode | None = None
         self._tokens: Deferred[StepTokens] | None = None
@@ -153,8 +152,9 @@ class Survivor:
         self._plain = lambda **_: copied
         if self._step is None or self._tokens is None or not self._is_lent_whole:
             return
-        if self._states is None and self._resources.memory is not None:
-            self._states = StateKeeper(self._resources.memory.files, self._run.comm.world_size)
+        memory = self._snapshots.pipeline.memory
+        if self._states is None and memory is not None:
+            self._states = StateKeeper(memory.files, self._run.comm.world_size)
         if self._states is not None:
             self._states.keep(self._step, self._snapshots.booking.run_ledger.index, copied, self._tokens)
 
@@ -165,7 +165,7 @@ class Survivor:
         Args:
             now: ``perf_counter``.
         """
-        self._patience.update_begins(now, self._resources.pipeline.stages)
+        self._patience.update_begins(now, self._snapshots.pipeline.first)
 
     @property
     def _is_lent_whole(self) -> bool:
@@ -188,7 +188,8 @@ class Survivor:
             What became of it; None if no step has ended yet.
         """
         began, step, plain = time.monotonic(), self._step, self._plain
-        if step is None or plain is None or self._resources.memory is None:
+        opened = self._snapshots.opened
+        if step is None or plain is None or opened is None or opened.memory is None:
             return None
         self._step = None  # once
         try:
@@ -207,7 +208,7 @@ class Survivor:
         if agreed and newest is not None and newest.step == step and newest.contents.is_whole(catalog.everything):
             self._wait(newest, until)
             return 0
-        _require_room(self._run, self._resources)
+        _require_room(self._run, self._snapshots.pipeline)
         begin = functools.partial(self._begin, tokens, until)
         mine = begin(SnapshotPlan(step, catalog.everything), plain, None)
         nbytes = mine.nbytes
@@ -246,9 +247,9 @@ class Survivor:
 
     def _wait(self, snapshot: Snapshot, until: float) -> None:
         """Until it is sealed, and what was begun after it as well."""
-        pipeline, slot = self._resources.pipeline, snapshot.buffer.slot
+        pipeline, slot = self._snapshots.pipeline, snapshot.buffer.slot
         pipeline.join()
-        in_time = pipeline.stages.wait(0, _left(until))
+        in_time = pipeline.first.wait(0, _left(until))
         if slot is not None and slot.is_sealed:
             return
         if not in_time:
@@ -259,9 +260,9 @@ class Survivor:
         raise RuntimeError(snapshot.refused or "its slot could not be sealed; see the warning above")
 
 
-def _require_room(run: RunContext, resources: SessionResources) -> None:
+def _require_room(run: RunContext, pipeline: Pipeline) -> None:
     """Raises ``MemoryFullError`` if not even planning, of this rank's share and the other's, may find room."""
-    memory, shares = resources.memory, 2 * len(run.catalog.operators) // run.comm.world_size
+    memory, shares = pipeline.memory, 2 * len(run.catalog.operators) // run.comm.world_size
     if memory is not None:
         requires_room(memory.files.path, run.settings.local_ranks)(shares * _PLANNING_NBYTES)
 

@@ -1,11 +1,10 @@
-"""Beginning and end of a session: the store and its lock, rank 0's committer, the threads.
+"""Opens what a session needs: the store and its lock, rank 0's committer, host memory, the threads.
 
 Rank 0 checks, locks and cleans the store, and tells the other ranks.
 """
 
 from __future__ import annotations
 
-import enum
 import logging
 import secrets
 import time
@@ -16,7 +15,6 @@ from moe_ckpt.commit.keeping import StoreKeeper
 from moe_ckpt.commit.pipeline import Pipeline
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.errors import (
-    ConfigError,
     DamagedError,
     FormatVersionError,
     MoECheckpointError,
@@ -31,12 +29,10 @@ from moe_ckpt.reading.step_storage import PATIENCE_SECS, StepStorage
 from moe_ckpt.reading.together import by_rank_zero
 from moe_ckpt.run.context import RunContext
 from moe_ckpt.run.documents import read_commit, read_header, read_manifest, read_sealed
-from moe_ckpt.run.events import Closed, Opened
 from moe_ckpt.storage.base import Storage
 from moe_ckpt.storage.lock import StoreLock
 from moe_ckpt.tiers import host_tier
 from moe_ckpt.tiers.host_memory import open_memory
-from moe_ckpt.tiers.memory_tier import MemoryTier
 
 log = logging.getLogger("moe_ckpt")
 
@@ -200,99 +196,16 @@ def _some(texts: Sequence[str]) -> list[str]:
     return [*texts[:_SHOWN], f"and {more} more like that"] if more > 0 else list(texts)
 
 
-class _Phase(enum.Enum):
-    MADE = "call open() first"
-    OPEN = ""
-    CLOSED = "call nothing after finish() or close()"
-    """The store is released, or its lock is left to the thread that still writes."""
+def open_pipeline(run: RunContext) -> Pipeline:
+    """Takes possession of the store, opens host memory and starts the threads. A collective, before training.
 
-
-class SessionResources:
-    """Made, then open, then closed, each once; or closed without ever having been open.
-
-    Attributes:
-        generation: Life of the run, which names step directories.
-        committer: On rank 0.
+    Where that fails, the lock is held on: ``StoreLock.release`` must follow.
     """
-
-    def __init__(self, run: RunContext) -> None:
-        self.generation = 0
-        self.committer: Committer | None = None
-        self._run = run
-        self._phase = _Phase.MADE
-        self._pipeline: Pipeline | None = None
-
-    def open(self) -> Pipeline:
-        """Take possession of the store and start the threads. Where that fails, ``close`` must follow."""
-        run, settings = self._run, self._run.settings
-        run_id, generation, keeper = open_store(run.storage, run.catalog, run.comm, run.lock, settings.retention)
-        memory = open_memory(run, run_id, generation)
-        try:
-            self.generation = memory.generation
-            run.comm.enter(memory.generation)
-            if keeper is not None:
-                self.committer = Committer(run, keeper)
-            pipeline = self._pipeline = Pipeline(run, run_id, memory, self.committer)
-        except BaseException:
-            host_tier.leave(memory.tier, run.storage.root, keep=True)  # no pipeline will
-            raise
-        self._phase = _Phase.OPEN
-        run.tell(
-            Opened(
-                catalog=run.catalog,
-                placement=run.placement,
-                policy=run.policy.describe(),
-                run_id=run_id,
-                generation=memory.generation,
-                ranks=run.comm.world_size,
-                ranks_per_node=min(settings.local_ranks, run.comm.world_size),
-                host_memory_bytes=pipeline.snapshot_bytes * settings.max_in_flight,
-                replicas=0 if settings.memory is None else settings.memory.replicas,
-            )
-        )
-        return pipeline
-
-    @property
-    def is_open(self) -> bool:
-        return self._phase is _Phase.OPEN
-
-    @property
-    def pipeline(self) -> Pipeline:
-        """Raises ``ConfigError`` unless the session is open."""
-        if self._pipeline is None:
-            raise ConfigError(f"CheckpointSession: {self._phase.value}")
-        return self._pipeline
-
-    @property
-    def memory(self) -> MemoryTier | None:
-        """Memory that outlives the process, if the session is open and has it."""
-        return None if self._pipeline is None else self._pipeline.memory
-
-    def close(self, timeout_secs: float | None, *, keep: bool) -> None:
-        """Stop the threads, and release the store. Safe to call twice.
-
-        Args:
-            timeout_secs: Longest wait for the thread that writes; None for that of the settings.
-            keep: Training failed: leave the recovery buffer in memory.
-        """
-        try:
-            self._run.tell(Closed(finished=not keep))
-        finally:
-            self._close(self._run.settings.timeout_secs if timeout_secs is None else timeout_secs, keep=keep)
-
-    def _close(self, timeout_secs: float, *, keep: bool) -> None:
-        release = self._run.lock.release
-        pipeline, self._pipeline = self._pipeline, None
-        if pipeline is not None:
-            # Its thread may write on: whoever comes next in this process must not share the store with it.
-            self._phase = _Phase.CLOSED
-            if not pipeline.close(timeout_secs, keep=keep, afterwards=release):
-                log.warning(
-                    "a checkpoint is still being written; training does not wait for it, but the store stays "
-                    "locked until it ends%s",
-                    "" if self._run.comm.world_size == 1 else ". Ranks no longer wait for each other to commit it",
-                )
-        elif self._phase is _Phase.MADE:
-            release()
-            self._phase = _Phase.CLOSED
-        self._run.comm.close()
+    run_id, generation, keeper = open_store(run.storage, run.catalog, run.comm, run.lock, run.settings.retention)
+    memory = open_memory(run, run_id, generation)
+    try:
+        run.comm.enter(memory.generation)
+        return Pipeline(run, run_id, memory, None if keeper is None else Committer(run, keeper))
+    except BaseException:
+        host_tier.leave(memory.tier, run.storage.root, keep=True)  # no pipeline will
+        raise

@@ -1,9 +1,8 @@
-"""What sparse windows (MoEvement) cost and save: bytes and stalls per iteration, recovery, and replayed iterations.
+"""What sparse windows (MoEvement) cost and save: bytes and stalls per iteration, and recovery.
 
-Three measurements of one model. Cost: dense checkpoints at every iteration, MoC and MoEvement in turns, beside
+Two measurements of one model. Cost: dense checkpoints at every iteration, MoC and MoEvement in turns, beside
 iterations without checkpoints. Recovery: runs killed by kill -9 under dense checkpoints every few iterations and under
-MoEvement. Replay: iterations that bring a window back, with and without the work on what is not anchored yet. Prints
-the tables of docs/moevement.md.
+MoEvement. Prints the tables of docs/moevement.md.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
-from benchmarks import windows_cost, windows_recovery, windows_replay, windows_report
+from benchmarks import windows_cost, windows_recovery, windows_report
 from benchmarks.failing import Failures
 from benchmarks.report import RESULTS, machine, write_json
 from benchmarks.stall import quiet
@@ -38,9 +37,8 @@ _EXAMPLE = """example:
   python benchmarks/moevement.py --size small --rounds 1 --kills 2
   python benchmarks/moevement.py --write                # eight minutes on 2 cores, otherwise idle
   python benchmarks/moevement.py --only recovery --kills 20
-  python benchmarks/moevement.py --only replay --size small --threads 1 --rounds 6 --write
 """
-PARTS = ("cost", "recovery", "replay")
+PARTS = ("cost", "recovery")
 RESULT = "moevement.json"
 
 
@@ -94,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         results["facts"]["took_secs"] = round(time.monotonic() - began)
         results["failed"] = failed.reasons
         if options.write:
-            write_json(options.out / result_of(options.only, options.size), results)
+            write_json(options.out / RESULT, results)
 
     try:
         with (
@@ -106,15 +104,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         torch.set_num_threads(before)
         for line in windows_report.lines(results):
             print(line)
-    if options.write and result_of(options.only, options.size) == RESULT:
+    if options.write:
         drawn = windows_report.plot((options.out / RESULT).with_suffix(".png"), results)
         console.print(f"written to {os.path.relpath(options.out)}" + ("" if drawn else "; no picture"))
     return 1 if failed.reasons else 0
-
-
-def result_of(only: Sequence[str], size: str) -> str:
-    """Name of the file that ``--write`` makes: one for all, and one for replays alone, of each model."""
-    return f"moevement_replay_{size}.json" if set(only) == {"replay"} else RESULT
 
 
 def _facts(options: argparse.Namespace, command: str) -> dict[str, Any]:
@@ -142,7 +135,7 @@ def _measure(
     failed: Failures,
     keep: Callable[[], None],
 ) -> None:
-    """Adds "cost", "recovery" and "replay" as asked for, JSON-ready, and calls ``keep`` after each."""
+    """Adds "cost" and "recovery" as asked for, JSON-ready, and calls ``keep`` after each."""
     config, batch = SIZES[options.size]
     batch = options.batch or batch
     if "cost" in options.only:
@@ -160,11 +153,6 @@ def _measure(
         if recovery:
             results["recovery"] = recovery
         keep()
-    if "replay" in options.only:
-        with failed.of("replay"):
-            samples = windows_replay.measure(config, batch, options.window, options.rounds, home, tell)
-            results["replay"] = {"rows": windows_replay.rows(samples), "samples": samples}
-        keep()
 
 
 def _steps(options: argparse.Namespace) -> int:
@@ -173,7 +161,6 @@ def _steps(options: argparse.Namespace) -> int:
     counts = {
         "cost": 1 + contestants * options.rounds,
         "recovery": 2 * (options.kills + 1),
-        "replay": 2 + 4 * options.rounds,
     }
     return sum(counts[part] for part in set(options.only))
 

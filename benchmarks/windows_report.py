@@ -25,8 +25,6 @@ def lines(results: Found) -> Iterator[str]:
         yield from _cost(results["cost"], facts)
     if "recovery" in results:
         yield from _recovery(results["recovery"], facts)
-    if "replay" in results:
-        yield from _replay(results["replay"], facts)
     yield from (f"failed: {name}: {why}" for name, why in results.get("failed", {}).items())
 
 
@@ -106,30 +104,6 @@ def _recovery(recovery: Found, facts: Found) -> Iterator[str]:
     )
 
 
-def _replay(replay: Found, facts: Found) -> Iterator[str]:
-    head = (
-        "a replayed iteration / an ordinary one", "without gradients", "forward, backward, update (CPU)", "(rounds)",
-        "whole", "(rounds)",
-    )  # fmt: skip
-    body = [
-        (
-            f"{row['experts']}, {'frozen work left out' if row['leave_out'] else 'nothing left out'}",
-            f"{row['without_gradients']:.0%}",
-            f"{row['compute_ratio']:.2f}",
-            f"{min(row['compute_ratios']):.2f} to {max(row['compute_ratios']):.2f}",
-            f"{row['ratio']:.2f}",
-            f"{min(row['ratios']):.2f} to {max(row['ratios']):.2f}",
-        )
-        for row in replay["rows"]
-    ]
-    yield from _table(head, body)
-    yield (
-        f"W = {facts['window']}, {replay['rows'][0]['replayed_iterations']} replayed iterations per round; without "
-        "gradients: portion of all parameters, mean over these. A whole replayed iteration also reads and verifies the "
-        "next slot, which ordinary ones do not."
-    )
-
-
 def plot(path: Path, results: Found) -> bool:
     """One panel per measurement; False without matplotlib or anything to draw."""
     try:
@@ -184,18 +158,4 @@ def _draw_recovery(panel: Any, recovery: Found, facts: Found) -> None:
     panel.set_title("after kill -9: each restart, and the mean", fontsize=9)
 
 
-def _draw_replay(panel: Any, replay: Found, facts: Found) -> None:
-    made = replay["rows"]
-    colours = ["#4878a8" if row["leave_out"] else "0.6" for row in made]
-    panel.bar(range(len(made)), [row["compute_ratio"] for row in made], color=colours)
-    for at, row in enumerate(made):
-        panel.plot([at] * len(row["compute_ratios"]), row["compute_ratios"], "_", color="black", ms=8)
-    done = {True: "left out", False: "nothing\nleft out"}
-    names = [f"{row['experts']},\n{done[row['leave_out']]}" for row in made]
-    panel.set_xticks(range(len(made)), names, fontsize=7)
-    panel.axhline(1, color="black", linestyle=":", lw=1)
-    panel.set_ylabel("forward, backward, update / ordinary", fontsize=8)
-    panel.set_title("a replayed iteration", fontsize=9)
-
-
-_PANELS = {"cost": _draw_cost, "recovery": _draw_recovery, "replay": _draw_replay}
+_PANELS = {"cost": _draw_cost, "recovery": _draw_recovery}

@@ -82,11 +82,7 @@ class RunConfig:
 
 
 class Faults(Callback):
-    """Kills this process where the schedule says so: between the forward and the backward pass.
-
-    Not after the backward pass: a callback with ``on_after_backward`` might look at gradients, so replay of a sparse
-    window would compute all of them, which it does not in a run without this callback.
-    """
+    """Kills this process where the schedule says so: between the forward and the backward pass."""
 
     def __init__(self, on_step: Callable[[int], None]) -> None:
         self.on_step = on_step

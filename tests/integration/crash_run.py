@@ -287,7 +287,7 @@ class Noted(Logger):
 
 
 class DeadlyRecorder(Recorder):
-    """Only where it may kill: a callback that could look at gradients keeps replay from leaving any out."""
+    """Kills where the run says so."""
 
     @property
     def _between_updates(self) -> bool:

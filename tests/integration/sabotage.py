@@ -6,10 +6,8 @@ with its run, so nothing is put back.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import os
-import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -39,7 +37,6 @@ from moe_ckpt.session.session import CheckpointSession
 from moe_ckpt.slices.snapshot import Snapshot
 from moe_ckpt.testing import kill_process
 from moe_ckpt.tiers.sealing import MemorySealer
-from moe_ckpt.windows.freezing import ClipNorms, SparingRecompute
 from moe_ckpt.windows.replay import WindowReplay
 from tests.support import counted_return
 from tests.support.standstill import never_returns
@@ -50,11 +47,6 @@ def apply(names: str) -> None:
     """Do all of these wrong from now on; names in ``SABOTAGES`` with commas between, or ""."""
     for name in filter(None, names.split(",")):
         SABOTAGES[name]()
-
-
-def _norms_not_given() -> None:
-    """Replay clips by the norm of the gradients that are there, not by the one that was recorded."""
-    ClipNorms.prescribed = property(lambda self: [], lambda self, value: None)  # type: ignore[assignment]
 
 
 def _hyperparameters_not_loaded() -> None:
@@ -302,50 +294,6 @@ def _one_shard_becomes_nan() -> None:
     register_optimizer_step_post_hook(spoil)
 
 
-def _spared_told() -> None:
-    """Nothing is wrong: each replayed step tells how many frozen parameters had no gradient, or zeros, and how far
-    its backward pass went: the blocks whose output got a gradient, and those that anything anchored needs it of.
-    """
-    prepare, clear = SparingRecompute.prepare, SparingRecompute.before_update
-
-    def watching(self: SparingRecompute, *given: Any) -> None:
-        prepare(self, *given)
-        self.reached = set[int]()  # type: ignore[attr-defined]
-        hooks = [b.register_forward_hook(functools.partial(watched, self, at)) for at, b in enumerate(blocks_of(self))]
-        self.hooks = hooks  # type: ignore[attr-defined]
-
-    def watched(self: Any, number: int, module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> None:
-        if output.requires_grad:
-            output.register_hook(lambda gradient: self.reached.add(number))
-
-    def told(self: Any) -> None:
-        found = [self._parameters[name].grad for name in sorted(self._frozen)]
-        spared = sum(each is None or not each.count_nonzero() for each in map(_local, found))
-        count = len(blocks_of(self))
-        first = min((place_of(name, count) for name in self._parameters if name not in self._frozen), default=count)
-        line = f"rank {os.environ.get('RANK', 0)} spared {spared} of {len(found)}, reached {sorted(self.reached)} "
-        line += f"of {count}, needed {list(range(max(first, 0), count))}\n"
-        os.write(1, line.encode())  # whole: ranks share the file
-        for hook in self.hooks:
-            hook.remove()
-        clear(self)
-
-    def place_of(name: str, blocks: int) -> int:
-        """In front of the blocks, one of them, or behind them."""
-        inside = re.search(r"blocks\.(\d+)\.", name)
-        return int(inside[1]) if inside else -1 if "embed" in name else blocks
-
-    def blocks_of(self: SparingRecompute) -> torch.nn.ModuleList:
-        found: torch.nn.ModuleList = self._module.blocks  # type: ignore[assignment]
-        return found
-
-    SparingRecompute.prepare, SparingRecompute.before_update = watching, told  # type: ignore[method-assign]
-
-
-def _local(gradient: Any) -> Any:
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
-
-
 def _tells_at_once() -> None:
     returning.TELL_SECS = 0.0
 
@@ -394,9 +342,7 @@ def _gates_apart() -> None:
 
 
 SABOTAGES: dict[str, Callable[[], None]] = {
-    "spared told": _spared_told,
     "stands still": _stands_still,
-    "norms not given": _norms_not_given,
     "hyperparameters not loaded": _hyperparameters_not_loaded,
     "schedulers not loaded": _schedulers_not_loaded,
     "steps not loaded": _steps_not_loaded,

@@ -56,9 +56,7 @@ class Case:
     shows: str = "model/"
 
 
-_NORMS = replace(BASE, policy=("moevement", 5), model=LISTED, trainer=CLIPPED)
 CASES = {
-    "1 recorded clip norms": Case(_NORMS, "norms not given"),
     "2 learning rates": Case(BASE, "hyperparameters not loaded", diverged="hyperparameters of the optimizers"),
     "2 learning rates, unchecked": Case(BASE, "hyperparameters not loaded,unchecked"),
     "2 schedulers": Case(BASE, "schedulers not loaded", diverged="learning rate schedulers"),

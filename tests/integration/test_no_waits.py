@@ -29,7 +29,6 @@ from moe_ckpt.session.session import CheckpointSession
 from moe_ckpt.slices import snapshot
 from moe_ckpt.slices.copying import Copy, target
 from moe_ckpt.storage import LocalStorage
-from moe_ckpt.windows.lightning import Windows
 from tests.support.acted_gpu import CUDA, ActedGPU
 from tests.support.tiny_moe import TinyMoE, loader, state_of
 from tests.unit.test_engine_late_agreement import LateCommunicator
@@ -245,20 +244,15 @@ def copy_as_before(sources: Any, memory: torch.Tensor) -> bool:
     return True
 
 
-def norms_read(windows: Windows) -> dict[str, Any]:
-    return {"norms": [norm.item() for norm in windows._norms.taken]}
-
-
 @pytest.mark.parametrize(
     ("owner", "name", "broken", "what", "led"),
     [
         (routing, "counts_on_host", take_as_before, "cpu", "modeling.routing.take"),
         (snapshot, "copy_here", copy_as_before, "copy_", "slices.snapshot.copy_at_once"),
-        (Windows, "recorded", norms_read, "item", "callbacks.host.capture"),
         (lightning_state, "_scaler_state", lambda precision: precision.state_dict(), "item", "lightning_state"),
         (torch_model, "make_communicator", lambda *_, **__: SoloCommunicator(), "Event.synchronize", "after_update"),
     ],
-    ids=["counts", "buffers", "norms", "loss scale", "agreement"],
+    ids=["counts", "buffers", "loss scale", "agreement"],
 )
 @pytest.mark.quick("counts", "agreement")
 def test_whoever_waits_is_named(tmp_path, monkeypatch, owner, name, broken, what, led):

@@ -413,8 +413,8 @@ def test_unknown_contestant_is_refused():
         stall.main(["--only", "nonesuch", "--rounds", "1"])
 
 
-def test_moevement_measures_cost_and_replay(tmp_path, capfd):
-    options = f"--size tiny --only cost replay --rounds 1 --iterations 3 --threads 1 --dir {tmp_path} --write"
+def test_moevement_measures_cost(tmp_path, capfd):
+    options = f"--size tiny --only cost --rounds 1 --iterations 3 --threads 1 --dir {tmp_path} --write"
     assert moevement.main([*options.split(), "--out", str(tmp_path / "out")]) == 0
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
     found = json.loads((tmp_path / "out" / "moevement.json").read_text())
@@ -426,13 +426,6 @@ def test_moevement_measures_cost_and_replay(tmp_path, capfd):
     assert windows["window"] == [3, 3]
     assert windows["off_formula"] < 0.01
     assert 0 < windows["compute_bytes"] < windows["bytes"] < 0.6 * state
-    assert {(row["experts"], row["replayed_iterations"]) for row in found["replay"]["rows"]} == {
-        ("ModuleList", 2),
-        ("stacked", 2),
-    }
-    left_out = {(row["experts"], row["leave_out"]): row["without_gradients"] for row in found["replay"]["rows"]}
-    assert left_out["ModuleList", True] > 0.1
-    assert left_out["ModuleList", False] == left_out["stacked", False] == 0
     assert "| MoEvement, W=3 |" in capfd.readouterr().out
 
 

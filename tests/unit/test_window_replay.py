@@ -62,7 +62,6 @@ def test_a_source_makes_each_step_and_the_window_replaces_it():
     window = replaying(told)
     assert window.steps == (4, 7)
     window.begin(Logged(told))
-    window.source.before_update()
     for step in (6, 7):
         window.put_back(step)
         window.put_back(step)  # the optimizer's end and the adapter's own may both say it

@@ -50,7 +50,7 @@ ATTRIBUTES: Mapping[type, tuple[str, ...]] = {
     StochasticWeightAveraging: ("_clear_schedulers", "_latest_update_epoch", "_scheduler_state"),
     BaseFinetuning: ("_restarting",),
     DDPStrategy: ("_ddp_comm_hook",),
-    ModelParallelStrategy: ("_device_mesh", "_tensor_parallel_size"),
+    ModelParallelStrategy: ("_device_mesh",),
 }
 """Class -> attributes and methods of its instances."""
 NAMES: Mapping[str, str] = {name.removeprefix("_"): name for names in ATTRIBUTES.values() for name in names}

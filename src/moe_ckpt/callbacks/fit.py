@@ -10,7 +10,6 @@ from types import FrameType
 from typing import Any, cast
 
 import lightning.pytorch as pl
-import torch
 from lightning.pytorch.callbacks import Callback
 
 from moe_ckpt.callbacks.compat import NAMES
@@ -94,8 +93,8 @@ class Fit:
     def _watch_windows(self) -> None:
         from moe_ckpt.windows.lightning import Windows
 
-        host, catalog = self.host, self.session.catalog
-        host.windows = Windows(host.trainer, host.module, catalog, host.state, self._policy, self.stopwatch)
+        host = self.host
+        host.windows = Windows(host.trainer, host.module, self._policy, self.stopwatch)
 
     # --- before training ---
 
@@ -148,7 +147,7 @@ class Fit:
             run_ledger: State of ``MoECheckpoint`` in a checkpoint of another kind that was loaded.
             data: Data positions of the checkpoint.
             bucket_order: Of DDP's buckets, as the checkpoint has it.
-            ours: Callbacks that do not read gradients.
+            ours: Callbacks of the adapter.
         """
         driver, host, self._own_callbacks = self.driver, self.host, ours
         if loaded is not None:
@@ -179,7 +178,7 @@ class Fit:
             end_whole_epoch(host.trainer)
         host.generators.put_back()
         if host.windows is not None and driver.replaying is not None:
-            driver.replaying.begin(host.windows.step_source(driver.replaying, ours))
+            driver.replaying.begin()
         new = host.step == 0 and driver.restored_step is None
         if new:
             require_restartable(host.trainer)
@@ -241,12 +240,10 @@ class Fit:
             self.driver.note(Moment.WRITTEN)
 
     @timed
-    def before_backward(self, loss: torch.Tensor) -> None:
+    def before_backward(self) -> None:
         """A backward pass begins."""
         if self.host.windows is not None and self._watch.unbooked:
             self.host.windows.refuse_backward()
-        if self.driver.replaying is not None:
-            self.driver.replaying.source.before_backward(loss)
 
     @timed
     def before_optimizer(self) -> None:
@@ -255,8 +252,6 @@ class Fit:
         self._counter.update_begins()
         if self.host.windows is not None:
             self.host.windows.before_update(self.session)
-        if self.driver.replaying is not None:
-            self.driver.replaying.source.before_update()
 
     @timed
     def before_callbacks(self) -> None:

@@ -116,14 +116,13 @@ class LightningHost(TorchHost):
     def capture(self, *, described: bool = False) -> _Plain:
         if self._retained_state is not None and self._retained_state[0] == self.step:
             return self._retained_state[1]
-        state = {
+        return {
             "framework": "lightning",
             "checkpoint": capture_checkpoint(self.trainer),
             "plain": self.state.plain(described=described),
             "rng": self.generators.state,
             "configured": self._configured,
         }
-        return state if self.windows is None else state | {"replay": self.windows.recorded()}
 
     def keep(self) -> None:
         """Keeps the plain state of this step, which Lightning and callbacks change before training may end with it."""

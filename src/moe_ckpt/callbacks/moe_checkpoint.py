@@ -63,7 +63,7 @@ class FirstCallback(pl.Callback):
 
     def on_before_backward(self, trainer: Any, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
         if self.fit is not None:
-            self.fit.before_backward(loss)
+            self.fit.before_backward()
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int

@@ -214,7 +214,6 @@ _LIGHTNING: Schema = {
     "plain": both(_PLAIN, {"optimizers": anything}),
     "rng": _RNG,
     "configured": {"optimizers": [[_SETTINGS]], "schedulers": [_SETTINGS], "training": _SETTINGS, "frozen": text},
-    "replay?": {"norms": [anything]},
 }
 _MEGATRON: Schema = {
     "iteration": whole(),

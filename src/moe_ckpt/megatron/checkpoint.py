@@ -26,7 +26,6 @@ from moe_ckpt.megatron.training_state import MegatronTrainingState
 from moe_ckpt.megatron.world import local_ranks, require_groups
 from moe_ckpt.notices import announce
 from moe_ckpt.policies.base import GATE_WEIGHTS, Policy
-from moe_ckpt.recovery.replay import StepSource
 from moe_ckpt.run.agreement import Deferred, StepTokens
 from moe_ckpt.run.events import Observer, StepRecord
 from moe_ckpt.run.options import Options, OptionValues, make_options
@@ -231,7 +230,7 @@ class MegatronCheckpoint(AttachedCheckpoint):
         if self.upstream is not None:
             self.upstream.boundary.begin()
         if self._driver.replaying is not None and not self._driver.is_in_part:
-            self._driver.replaying.begin(StepSource())
+            self._driver.replaying.begin()
         generators.put_back()
         generators.note()
         # Pipeline stages arrive one after the other, so none may wait for the others here.

@@ -9,8 +9,8 @@ Training may freeze and thaw parameters as it goes on, so that is state, too.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from itertools import compress, repeat
-from operator import attrgetter, is_, not_
+from itertools import compress
+from operator import attrgetter, not_
 from typing import Any
 
 import numpy as np
@@ -177,7 +177,6 @@ def _require_same(what: str, here: set[str], saved: set[str]) -> None:
         )
 
 
-_GRADIENT = attrgetter("grad")
 _REQUIRES_GRAD = attrgetter("requires_grad")
 
 
@@ -228,13 +227,6 @@ class FrozenExperts:
                 mask[at] = bool(parameters) and parameters <= frozen
             self._mask = mask if mask.any() else None
         return self._mask
-
-
-def without_gradient(parameters: Mapping[str, nn.Parameter]) -> list[str]:
-    """Returns the names of the parameters that require a gradient and have none. Called at every update."""
-    with torch._C.DisableTorchFunction():  # as above
-        bare = map(is_, map(_GRADIENT, parameters.values()), repeat(None))
-        return [name for name, parameter in compress(parameters.items(), bare) if parameter.requires_grad]
 
 
 def freeze(parameters: Mapping[str, nn.Parameter], frozen: Collection[str]) -> None:

@@ -29,7 +29,6 @@ from moe_ckpt.modeling.rng import capture_rng, restore_rng
 from moe_ckpt.modeling.routing import TrainingPasses
 from moe_ckpt.plain.host import PlainHost, Position
 from moe_ckpt.policies.base import Policy
-from moe_ckpt.recovery.replay import StepSource
 from moe_ckpt.run.events import StepRecord
 from moe_ckpt.run.options import Options, OptionValues, make_options
 from moe_ckpt.stopwatch import timed
@@ -157,7 +156,7 @@ class PlainCheckpoint(AttachedCheckpoint):
                 if isinstance(loader, DataLoader) and not is_at_end:  # the next epoch's seed is due in both
                     self.iterate_quietly(loader)
         if driver.replaying is not None:
-            driver.replaying.begin(StepSource())
+            driver.replaying.begin()
         if self._buckets is not None and restored is not None and host.step:
             self._buckets.arrange(host.buckets)
         driver.begin(new=driver.restored_step is None)

@@ -39,12 +39,6 @@ class StepSource:
             recorded: The plain state after it, the first time.
         """
 
-    def before_backward(self, loss: torch.Tensor) -> None:
-        """Called before a backward pass of a step, where the framework tells."""
-
-    def before_update(self) -> None:
-        """Called when gradients of a step are final, before clipping."""
-
     def done(self) -> None:
         """Called when the last step was computed, before ``close``."""
 
@@ -128,9 +122,9 @@ class StepReplay:
         """First step of the checkpoint, and the last one to compute."""
         return self._steps[0], max(self._steps[-1], self._until)
 
-    def begin(self, source: StepSource) -> None:
-        """Training begins with ``source``."""
-        self.source = source
+    def begin(self, source: StepSource | None = None) -> None:
+        """Training begins with ``source``; None: training's own passes."""
+        self.source = source or self.source
         self._prepare()
 
     def _prepare(self) -> None:

@@ -1,1 +1,1 @@
-"""Sparse windows (MoEvement): what a replay of their steps loads, leaves out, and must not round."""
+"""Sparse windows (MoEvement): what a replay of their steps loads, and must not round."""

@@ -1,7 +1,7 @@
 """Checks what sparse windows (MoEvement) need from Lightning: steps that can be computed again exactly.
 
-Runs in which that is impossible are refused when training starts. What steps depend on besides is recorded: the norms
-that clipping used, and the types in which kernels read the weights.
+Runs in which that is impossible are refused when training starts. The types in which kernels read the weights are
+found out by watching.
 """
 
 from __future__ import annotations
@@ -20,20 +20,15 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from moe_ckpt.callbacks.support import inexact, overrides
-from moe_ckpt.core.operators import Catalog
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.format.dtypes import dtype_name
 from moe_ckpt.modeling.bucket_order import BucketOrder
-from moe_ckpt.modeling.module_state import without_gradient
-from moe_ckpt.modeling.names import has_compiled, is_compiled
-from moe_ckpt.modeling.training_state import TorchTrainingState
-from moe_ckpt.recovery.replay import StepReplay, StepSource, same_plain
+from moe_ckpt.modeling.names import is_compiled
+from moe_ckpt.recovery.replay import StepReplay, same_plain
 from moe_ckpt.session.session import CheckpointSession
 from moe_ckpt.slices.assignment import ComputeTypes
 from moe_ckpt.stopwatch import Stopwatch
 from moe_ckpt.windows.compute_types import AS_STORED, ComputeTypeProbe
-from moe_ckpt.windows.freezing import ClipNorms, ReentrantCheckpoints, SparingRecompute, may_leave_out
-from moe_ckpt.windows.replay import WindowReplay
 
 log = logging.getLogger("moe_ckpt")
 
@@ -62,29 +57,13 @@ class Windows:
     Args:
         trainer: Of the fit.
         module: The model.
-        catalog: Of the model.
-        state: Of this rank.
         policy: Name of its class.
         stopwatch: Counts what watching the first batches takes.
     """
 
-    def __init__(
-        self,
-        trainer: Any,
-        module: pl.LightningModule,
-        catalog: Catalog,
-        state: TorchTrainingState,
-        policy: str,
-        stopwatch: Stopwatch,
-    ) -> None:
+    def __init__(self, trainer: Any, module: pl.LightningModule, policy: str, stopwatch: Stopwatch) -> None:
         self._trainer, self._policy = trainer, policy
         self._module = module
-        self._state = state
-        self._catalog = catalog
-        self._norms = ClipNorms(trainer)
-        self._parameters: Mapping[str, torch.nn.Parameter] = {}
-        self._without: list[str] = []
-        self._reentrant = None if catalog.layers else ReentrantCheckpoints()
         self._probe = ComputeTypeProbe(module, stopwatch) if _casts(trainer, module) else None
         self._probed = 0
         self._agreed: Callable[[], ComputeTypes] | None = None
@@ -138,18 +117,6 @@ class Windows:
                 replaying.steps[1],
             )
 
-    def step_source(self, replaying: StepReplay, ours: Collection[Callback]) -> StepSource:
-        """Returns what computes steps again.
-
-        Args:
-            replaying: The window that is replayed.
-            ours: Callbacks that do not read gradients.
-        """
-        if not isinstance(replaying, WindowReplay) or not may_leave_out(self._trainer, self._module, self._norms, ours):
-            return StepSource()
-        has_experts = bool(self._catalog.layers)
-        return SparingRecompute(replaying, self._trainer, self._module, has_experts=has_experts, norms=self._norms)
-
     def resumed(self, replaying: StepReplay) -> None:
         """Optimizers are as at the first step of the window that is replayed."""
         if replaying.steps[0] > 0:  # else hooks changed the run's, too, and the window has what they were before
@@ -187,23 +154,12 @@ class Windows:
         if self._agreed is not None:
             session.set_compute_types(self._agreed())
             self._agreed = None
-        # Those of the step before: to look for others takes long in a large model, and is done after the update.
-        self._parameters = parameters = self._state.parameters(described=True)
-        self._without = without_gradient(parameters)
-
-    def recorded(self) -> Mapping[str, Any]:
-        """Returns what a replay needs of this step beside the rest of its plain state."""
-        facts: dict[str, Any] = {"norms": list(self._norms.taken), "compiled": has_compiled()}
-        if self._state.parameters(described=True) is self._parameters:  # else gradients of new ones were not looked at
-            facts["without_gradient"] = list(self._without)
-        return facts if self._reentrant is None else facts | {"reentrant": self._reentrant.seen}
 
     def step_ends(self, session: CheckpointSession) -> None:
-        """Forgets this step's norms; after a few steps, begins to agree on the types that kernels read. On all ranks.
+        """After a few steps, begins to agree on the types that kernels read. On all ranks.
 
         Nobody waits for that here: it is received before the next update.
         """
-        self._norms.taken.clear()
         if self._probe is None:
             return
         self._probed += 1
@@ -242,11 +198,8 @@ class Windows:
         return bool(readers)
 
     def close(self) -> None:
-        """Removes all hooks from trainer and module. Safe to call twice."""
+        """Stops watching. Safe to call twice."""
         self.gradients_done()
-        self._norms.close()
-        if self._reentrant is not None:
-            self._reentrant.close()
 
 
 class _OwnValues:

@@ -81,20 +81,6 @@ class WindowReplay(StepReplay):
     def upcoming(self) -> Plain:
         return {} if self.is_loaded else self._reader.state(self.manifest.slots[self._loaded], self._rank)
 
-    @property
-    def upcoming_path(self) -> str:
-        """The file of ``upcoming``, for messages."""
-        return state_path(self.manifest.slots[self._loaded].directory, self._rank)
-
-    def frozen_parameters(self) -> frozenset[str]:
-        """Returns names of the parameters of which no row is anchored yet."""
-        reached = self._steps[self._loaded - 1]
-        return frozenset(
-            split_key(key).fqn
-            for key, group in self._index.tensors.items()
-            if key.startswith(MODEL) and all(stored.file.step > reached for stored in group)
-        )
-
     def _optimizer_tensors(self, step: int) -> dict[str, TensorMeta]:
         """Returns the optimizer state at ``step``: of parameters that are anchored in part or whole."""
         trained = {

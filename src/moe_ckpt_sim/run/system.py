@@ -29,7 +29,8 @@ class System:
         when_busy, max_in_flight: As in ``run.options.Settings``.
         rollback: The ranks that go back after a failure: all ("global"), or only the stages that lost a rank
             ("localized": stages log what they send each other, MoEvement, section 3.4).
-        freeze: Replay leaves out the weight gradients and updates of operators that are not anchored yet.
+        freeze: Replay leaves out the weight gradients and updates of operators that are not anchored yet, as in the
+            paper. A trainer of this library leaves out nothing.
         interval: The rule for the interval of a policy with ``every_n_steps``: the "policy" itself, the formulas
             "young" or "daly", or an "oracle" that tries many intervals on the same failures.
         max_overhead: The greatest portion of training time that an interval from a formula may cost; None: any.

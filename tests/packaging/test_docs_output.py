@@ -57,13 +57,6 @@ def test_plans_are_found():
     assert len(PLANS) >= 2
 
 
-def test_who_makes_updates_is_said_as_it_is_printed():
-    [shown] = re.findall(r"^ +(then the .* by rank 1 of 4.*)$", GRADIENT_LOG, re.M)
-    [plan] = [plan_of(param.values[0]) for param in PLANS if "gradients" in param.values[0]]
-    printed = plan_text(replace(plan, remaking=(1,), ranks=4)).splitlines()[-1]
-    assert shown == printed.strip()
-
-
 def test_densify_says_what_the_page_shows():
     [shown] = re.findall(r"^\$ moe-ckpt densify .*\n(.*):\nruns/x/step_", GRADIENT_LOG, re.M)
     printed = summary(1234, round(9.8 * 2**30), 4, Device("cpu", "x86_64 AVX512", 2))

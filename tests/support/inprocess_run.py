@@ -64,8 +64,12 @@ def main(told: dict[str, Any]) -> None:
         with restart.keeping(ckpt):
             progress = ckpt.resume()
             plan = ckpt.recovery_plan
-            remaking = plan and plan.remaking
-            note(call=restart.iteration, rank=int(os.environ["RANK"]), resumed=progress.iteration, remaking=remaking)
+            note(
+                call=restart.iteration,
+                rank=int(os.environ["RANK"]),
+                resumed=progress.iteration,
+                remade=plan and plan.updates,
+            )
             draw(3 if progress.restored else 1)
             built.consumed_samples = progress.consumed_samples
             for iteration in range(progress.iteration, told["steps"]):

@@ -280,7 +280,7 @@ def _train(
     told["routed"] = ckpt.session.run_ledger.tokens.routed_tokens  # the last iteration's are agreed on by now
     plan = ckpt.recovery_plan
     told |= {"losses": losses, "records": records, "progress": progress, "restored_step": ckpt.restored_step}
-    return told | {"remade": plan and plan.updates, "remaking": plan and plan.remaking}
+    return told | {"remade": plan and plan.updates}
 
 
 def draw(times: int) -> None:

@@ -24,7 +24,7 @@ from moe_ckpt.gradient_log.optimizers import (
     detached,
     register,
 )
-from moe_ckpt.gradient_log.replaying import coupled_with, require_together
+from moe_ckpt.gradient_log.replaying import require_together
 from moe_ckpt.gradient_log.units import Pieces, whole_unit
 from moe_ckpt.recovery.replay import same_plain
 from tests.support.gradient_chain import Chain
@@ -401,18 +401,6 @@ def test_rows_of_a_coupled_parameter_anchored_at_different_steps():
         run.step(at)
     with pytest.raises(ConfigError, match="anchor them together"):
         run.log.replayed(6)
-
-
-def test_operators_that_share_a_coupled_parameter_are_taken_together(trained):
-    coupled = Run(replace(KINDS["adafactor-loop-bf16"], whole=False)).log
-    stacked = {f"expert/0/{expert}" for expert in range(EXPERTS)}
-    one = min(stacked)
-    for log, found in ((coupled, stacked), (trained.log, {one})):
-        replay = detached(log.kinds, log.units)
-        assert coupled_with(replay, log.spans, [one], {}) == found
-        assert coupled_with(replay, log.spans, [], {}) == frozenset()
-        with_home = found | {"non_expert/norm"} if log is coupled else found
-        assert coupled_with(replay, log.spans, [one], {"up": "non_expert/norm"}) == with_home
 
 
 def test_state_without_rows_of_a_coupled_parameter_anchored_at_another_step():

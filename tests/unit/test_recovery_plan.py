@@ -84,21 +84,10 @@ def test_a_window_says_which_steps_are_computed_again():
 ANCHORS = inventory(Tier.HOST, "this node", [5, 6, 5, 4])
 
 
-def test_a_log_says_which_ranks_make_its_updates_once_more():
+def test_a_log_says_which_updates_are_made_once_more():
     plan = replace(plan_recovery("step_00000006", 6, OPERATORS, [ANCHORS]), updates=(4, 6))
     made = "then the 2 updates of steps 5 to 6 are repeated, from the consumed gradients"
     assert plan_text(plan).endswith(made)
-    assert plan_text(replace(plan, remaking=(0, 1), ranks=2)).endswith(made)
-    some = plan_text(replace(plan, remaking=(0, 3), ranks=4))
-    assert some.endswith(f"{made}, by ranks 0, 3 of 4; the others keep what they sealed of step 6")
-
-
-def test_what_survivors_have_of_all_ranks_goes_before_anchors():
-    survivors = inventory(Tier.HOST, "ranks that lived on", [6, 6, ABSENT, 6])
-    plan = plan_recovery("step_00000006", 6, OPERATORS, [survivors, ANCHORS])
-    assert plan.from_source(survivors) == ("expert/0/0", "expert/0/1", "non_expert/head")
-    assert plan.from_source(ANCHORS) == ("gate/0",)
-    assert "memory: ranks that lived on        6 " in plan_text(plan)
 
 
 steps_of_sources = st.lists(

@@ -23,7 +23,6 @@ from moe_ckpt.reading.memory.memory_shares import (
     checkpoints_of,
     is_agreed,
     newer_than,
-    sealed_beside,
     snapshots_of,
     teller_of,
 )
@@ -182,26 +181,10 @@ def of_log(shares: list[Share]) -> MemoryCheckpoint:
     return next(each for each in checkpoints_of(shares) if each.is_log)
 
 
-def test_what_survivors_sealed_of_the_last_step_of_a_log_is_beside_it():
+def test_a_newer_step_that_survivors_sealed_is_left_behind():
     shares = [*LOGGED, own(0)]
-    found = sealed_beside(of_log(shares), snapshots_of(shares))
-    assert found is not None
-    assert found.shares == (own(0),)
-    assert newer_than(of_log(shares), shares) is None
-
-
-@pytest.mark.parametrize(
-    "other", [own(0, 39), own(0, 41), replace(own(0), identity=Step("run", "another", 3, 40, 40, parting=True))]
-)
-def test_what_survivors_sealed_of_another_step_or_life_is_not(other):
-    shares = [*LOGGED, other]
-    assert sealed_beside(of_log(shares), snapshots_of(shares)) is None
-
-
-def test_what_survivors_sealed_beside_other_policies_is_none_of_a_log():
+    assert newer_than(of_log(shares), shares) is None, "it is of the log's last step"
     shares = [due(0), due(1), own(0, 41)]
-    for checkpoint in checkpoints_of(shares):
-        assert sealed_beside(checkpoint, snapshots_of(shares)) is None
     [older] = [each for each in checkpoints_of(shares) if each.is_complete]
     assert newer_than(older, shares) == LeftBehind(41, (0,))
 

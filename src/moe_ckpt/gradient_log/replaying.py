@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,7 +32,6 @@ class LoggedSteps:
 
     Args:
         opened: The last step.
-        snapshots: Of the log, from the oldest anchor on.
         anchors: Operator -> the step that it is loaded as of.
         homes: Parameter -> the operator that has optimizer state of it without having rows of it.
         rank: Whose units they are.
@@ -47,7 +46,6 @@ class LoggedSteps:
     def __init__(
         self,
         opened: OpenedMemory,
-        snapshots: Sequence[LoggedSnapshot],
         anchors: Mapping[str, int],
         homes: Mapping[str, str],
         rank: int,
@@ -56,10 +54,10 @@ class LoggedSteps:
         self.anchors, self.homes = anchors, homes
         self._reader, self._rank = opened.reader, rank
         self._index: TensorIndex = opened.reader.index(opened.manifest)
-        self._snapshots = {snapshot.manifest.step: snapshot.manifest for snapshot in snapshots}
+        self._snapshots = {snapshot.manifest.step: snapshot.manifest for snapshot in opened.logged}
         self._plain: dict[int, Mapping[str, Any]] = {}
         self.steps: Sequence[int] = list(self._snapshots)
-        self.needed = {one.manifest.step: list(needed_gradients(one, anchors, boxes)) for one in snapshots}
+        self.needed = {one.manifest.step: list(needed_gradients(one, anchors, boxes)) for one in opened.logged}
 
     def plain(self, step: int) -> Mapping[str, Any]:
         """Returns ``StepGradients.plain`` of the rank.
@@ -110,15 +108,6 @@ class LogReplayer:
             return False
         recorded = UpdateLayout.decoded(log.plain(log.steps[-1])["layout"], "the log")
         return set(recorded.units) == set(replay.units)
-
-    def joined(self, operators: Collection[str], homes: Mapping[str, str]) -> frozenset[str]:
-        """Returns these operators, and all that must be loaded as of the same step as one of them.
-
-        Args:
-            operators: Some.
-            homes: As ``LoggedSteps.homes``.
-        """
-        return coupled_with(self._opened(), self._spans, operators, homes) if operators else frozenset()
 
     def check(self, log: LoggedSteps) -> None:
         """Raises unless ``replay`` can follow. Changes nothing.
@@ -266,27 +255,6 @@ def require_together(replay: OptimizerReplay, spans: Spans, steps: Mapping[str, 
                 "the optimizer's update of a row depends on all rows, so the log leads to wrong numbers: anchor them "
                 "together, and run moe-ckpt memory clear on every node to return to the newest checkpoint on storage"
             )
-
-
-def coupled_with(
-    replay: OptimizerReplay, spans: Spans, operators: Iterable[str], homes: Mapping[str, str]
-) -> frozenset[str]:
-    """Returns ``operators``, and all that must be anchored together with one of them (``require_together``).
-
-    Args:
-        replay: Of the optimizers.
-        spans: Of all operators.
-        operators: Some of them.
-        homes: As of ``require_together``.
-    """
-    coupled = set(operators)
-    sharing: dict[tuple[int, str], set[str]] = defaultdict(set)
-    if any(map(replay.coupled, range(len(replay.optimizers)))):
-        for unit, operator, _ in _sharing(replay, spans, homes):
-            sharing[unit].add(operator)
-    while more := {operator for group in sharing.values() if group & coupled for operator in group} - coupled:
-        coupled |= more
-    return frozenset(coupled)
 
 
 def _sharing(

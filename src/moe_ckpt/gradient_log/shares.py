@@ -56,7 +56,7 @@ class RankShare(LoggedSteps):
         for unit in self._units:
             for piece in unit.pieces:
                 boxes[piece.parameter].append(piece.box)
-        super().__init__(log.opened, log.opened.logged, log.anchors, log.homes, rank, boxes)
+        super().__init__(log.opened, log.anchors, log.homes, rank, boxes)
         self._anchors = list(log.stored_of(boxes))
 
     @property

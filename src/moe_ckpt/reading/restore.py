@@ -89,7 +89,7 @@ def check_match(manifest: Manifest, index: TensorIndex, live: Sequence[TensorSpe
         raise CoverageError(f"restoring checkpoint {manifest.directory}", tuple(problems))
 
 
-class HeldParameter(NamedTuple):
+class _HeldParameter(NamedTuple):
     """The blocks that this rank holds of a parameter.
 
     Attributes:
@@ -103,17 +103,6 @@ class HeldParameter(NamedTuple):
     updated: list[Box]
 
 
-def held_parameters(parameters: Sequence[StateTensor]) -> dict[str, HeldParameter]:
-    """Returns what this rank holds of each parameter, by name."""
-    by_name: dict[str, HeldParameter] = {}
-    for tensor in parameters:
-        held = by_name.setdefault(split_key(tensor.key).fqn, HeldParameter(tuple(tensor.global_shape), [], []))
-        held.boxes.append(box_of(tensor))
-        if tensor.updated_here:
-            held.updated.append(box_of(tensor))
-    return by_name
-
-
 def needed_slices(stored_of: StoredByKey, parameters: Sequence[StateTensor]) -> Iterator[StoredSlice]:
     """Yields the slices that this rank will read, before its optimizer state exists.
 
@@ -121,9 +110,14 @@ def needed_slices(stored_of: StoredByKey, parameters: Sequence[StateTensor]) -> 
     other state (step counts, row and column factors), which is small, always. Other ranks verify parameters that only
     they have.
     """
-    held = held_parameters(parameters)
+    by_name: dict[str, _HeldParameter] = {}
+    for tensor in parameters:
+        held = by_name.setdefault(split_key(tensor.key).fqn, _HeldParameter(tuple(tensor.global_shape), [], []))
+        held.boxes.append(box_of(tensor))
+        if tensor.updated_here:
+            held.updated.append(box_of(tensor))
     for key, group in stored_of.items():
-        parameter = held.get(split_key(key).fqn)
+        parameter = by_name.get(split_key(key).fqn)
         if parameter is None:
             continue
         if parameter.shape == group[0].entry.global_shape:

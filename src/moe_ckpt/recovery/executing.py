@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 from moe_ckpt.core.step import Tier
 from moe_ckpt.core.tokens import Counts
-from moe_ckpt.core.user_text import human_bytes, name_ranks
+from moe_ckpt.core.user_text import human_bytes
 from moe_ckpt.errors import ConfigError, NotFiniteError
 from moe_ckpt.format.manifest import Manifest, state_path
 from moe_ckpt.notices import announce
@@ -293,7 +293,6 @@ class Recovery:
         opened: OpenedMemory,
         slots: Sequence[Manifest] = (),
         *,
-        without: Collection[str] = (),
         besides: Iterable[StoredSlice] = (),
     ) -> Iterator[Span]:
         """Yields the spans that this rank reads of the checkpoint.
@@ -301,7 +300,6 @@ class Recovery:
         Args:
             opened: The checkpoint.
             slots: Whose plain state is read, if not of those that the manifest names.
-            without: Operators of which nothing is read.
             besides: Further slices.
         """
         reader, manifest = opened.reader, opened.manifest
@@ -310,9 +308,7 @@ class Recovery:
         yield from (stored.span for stored in besides)
         parameters = parameters_of(self.state)
         for stored_of in (index.tensors, *index.replay.values()):
-            for stored in needed_slices(stored_of, parameters):
-                if stored.entry.operator not in without:
-                    yield stored.span
+            yield from (stored.span for stored in needed_slices(stored_of, parameters))
 
 
 def plain_spans(reader: StoreReader, slots: Iterable[Manifest], ranks: Collection[int]) -> Iterator[Span]:
@@ -384,15 +380,8 @@ def plan_text(plan: RecoveryPlan) -> str:
         first, last = plan.updates
         several = f"the {last - first} updates of steps {first + 1} to {last} are"
         repeated = several if last - first > 1 else f"the update of step {last} is"
-        by = "" if plan.remaking is None or len(plan.remaking) == plan.ranks else _remaking(plan)
-        table.append(f"then {repeated} repeated, from the consumed gradients{by}")
+        table.append(f"then {repeated} repeated, from the consumed gradients")
     return "\n  ".join([f"recovery plan for {plan.checkpoint}:", *table])
-
-
-def _remaking(plan: RecoveryPlan) -> str:
-    """Names the ranks that repeat updates, if not all do."""
-    ranks = sorted(plan.remaking or ())
-    return f", by {name_ranks(ranks)} of {plan.ranks}; the others keep what they sealed of step {plan.step}"
 
 
 def _described(source: Inventory) -> str:

@@ -75,8 +75,6 @@ class RecoveryPlan:
         chosen: ``[n]`` index into ``sources``, for each operator.
         updates: Of a gradient log, steps (from, to): the updates of the steps after ``from`` are made once more, with
             the gradients that they consumed. None without.
-        remaking: Ranks that make these updates; the others take what they sealed when training stopped. None: all.
-        ranks: Of the run, where ``remaking`` says something.
     """
 
     checkpoint: str
@@ -86,8 +84,6 @@ class RecoveryPlan:
     sources: tuple[Inventory, ...]
     chosen: Counts
     updates: tuple[int, int] | None = None
-    remaking: tuple[int, ...] | None = None
-    ranks: int = 0
 
     def from_source(self, source: Inventory) -> tuple[str, ...]:
         """The operators that ``source`` gives."""

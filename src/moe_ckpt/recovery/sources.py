@@ -6,7 +6,7 @@ state changes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -73,14 +73,10 @@ class StorageSource:
 
         self.shared = divide(comm, slices, needed)
 
-    def verify(self, state: TrainingState, operators: Collection[str] | None = None) -> None:
-        """Raises ``DamagedError`` if what this rank reads, of these operators or of all, is damaged."""
+    def verify(self, state: TrainingState) -> None:
+        """Raises ``DamagedError`` if what this rank reads is damaged."""
         for kind in self._kinds:
-            chosen = kind
-            if operators is not None:
-                among = {key: [one for one in group if one.entry.operator in operators] for key, group in kind.items()}
-                chosen = {key: group for key, group in among.items() if group}
-            verify_needed(self._reader, chosen, parameters_of(state), self.shared)
+            verify_needed(self._reader, kind, parameters_of(state), self.shared)
 
     def prepare(self, state: TrainingState) -> None:
         """Creates the optimizer state that the checkpoint has, before anything is written."""

@@ -35,7 +35,6 @@ from moe_ckpt.core.placement import lends
 from moe_ckpt.core.step import SnapshotPlan
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.errors import MoECheckpointError, NotFiniteError
-from moe_ckpt.policies.base import needs_of
 from moe_ckpt.ports import StateTensor
 from moe_ckpt.run.agreement import Deferred, StepTokens
 from moe_ckpt.run.context import RunContext
@@ -214,9 +213,7 @@ class Survivor:
         nbytes = mine.nbytes
         peer = _lending_peer(self._run) if self.lends else None
         if peer is not None:
-            # Beside a gradient log also what is no expert, so that whoever holds it makes no update once more.
-            is_whole = self._is_lent_whole or needs_of(self._run.policy).gradients
-            operators = catalog.everything if is_whole else tuple(op.id for op in catalog.experts)
+            operators = catalog.everything if self._is_lent_whole else tuple(op.id for op in catalog.experts)
             try:
                 nbytes += begin(SnapshotPlan(step, operators), lambda **_: ({}, []), peer).nbytes
             except (MoECheckpointError, OSError) as error:  # its own goes on
@@ -269,11 +266,7 @@ def _require_room(run: RunContext, pipeline: Pipeline) -> None:
 
 def _lending_peer(run: RunContext) -> int | None:
     """Returns the rank whose share this one seals besides its own; None if there is none."""
-    placement, rank = run.placement, run.comm.rank
-    peer = lends(rank, placement.expert_peers or placement.peers)
-    if peer is None and needs_of(run.policy).gradients:  # nobody has its experts, but some have the rest
-        return lends(rank, placement.peers)
-    return peer
+    return lends(run.comm.rank, run.placement.expert_peers or run.placement.peers)
 
 
 def _left(until: float) -> float:

@@ -42,7 +42,6 @@ from moe_ckpt.reading.memory.memory_shares import (
     left_behind,
     nearest,
     newer_than,
-    sealed_beside,
     snapshots_of,
     teller_of,
     without,
@@ -105,7 +104,6 @@ class MemoryCheckpoints:
         self._given_up, self._bad_bases, self._bad_base = set[str](), set[str](), ""
         self._noted: set[int] = set()
         self._of_other_layout: set[Share] = set()
-        self._passing: frozenset[Share] = frozenset()  # they spare the log's updates now, and are not kept beside it
         self._slots = tier.left_slots.slots
         answer = RankZeroAnswer.of(reader.directories if comm.rank == 0 else None)
         shares = [vars(share) for share in shares_of(self._slots, comm.rank, tier.node)]
@@ -166,10 +164,8 @@ class MemoryCheckpoints:
         base = next((name for name in base_of(checkpoint, stored) if name not in self._bad_bases), "")
         described = self.describe([checkpoint])
         older = [] if self._has_all(checkpoint, described) else beneath_of(checkpoint, snapshots_of(self.shares))
-        survivors = None if older else sealed_beside(checkpoint, snapshots_of(self.shares))
-        others = [*older, survivors] if survivors is not None else older
-        described += self.describe(others) if others else []
-        return lambda: self._opened(checkpoint, older, survivors, described, self._beneath(base))
+        described += self.describe(older) if older else []
+        return lambda: self._opened(checkpoint, older, described, self._beneath(base))
 
     def set_aside(self, directory: str, problem: Exception | None, *, diverged: bool = False) -> None:
         """A checkpoint cannot be used as it is: take nothing more from the slots that ranks found damage in.
@@ -222,7 +218,7 @@ class MemoryCheckpoints:
         Args:
             step: None if memory gave nothing. Then what only another layout can use stays.
         """
-        shares = self._of_other_layout if step is None else set(self.used.values()) - self._passing
+        shares = self._of_other_layout if step is None else set(self.used.values())
         numbers = {share.number for share in shares if share.holder == self._comm.rank}
         slots = [self._slots[number] for number in sorted(numbers)]
         self._slots = ()  # so that ``left_slots`` has the only references to what it deletes
@@ -296,12 +292,11 @@ class MemoryCheckpoints:
         self,
         checkpoint: MemoryCheckpoint,
         older: Sequence[MemoryCheckpoint],
-        survivors: MemoryCheckpoint | None,
         described: Sequence[SnapshotFacts],
         beneath: Manifest | None,
     ) -> OpenedMemory:
         directory = checkpoint.directory
-        logged, chained, alive = tuple[LoggedSnapshot, ...](), frozenset[str](), list[SlotFiles]()
+        logged, chained = tuple[LoggedSnapshot, ...](), frozenset[str]()
         count = len(checkpoint.snapshots)
         parts = self.parts(checkpoint, described[:count])
         layers = [
@@ -310,7 +305,7 @@ class MemoryCheckpoints:
                 earlier,
                 facts,
             )
-            for earlier, facts in zip(older, described[count : count + len(older)], strict=True)
+            for earlier, facts in zip(older, described[count:], strict=True)
         ]
         stored = None if beneath is None or checkpoint.is_window or beneath.directory != directory else beneath
         if stored is not None and checkpoint.is_parting and not checkpoint.is_complete:
@@ -333,22 +328,17 @@ class MemoryCheckpoints:
             view = self._laid(None if alone else beneath, layers)
             manifest = self._manifest(checkpoint, described[:count], parts, view, beneath)
         files = view.slots_of(manifest)
-        self._passing = frozenset(() if survivors is None else survivors.shares)
         if checkpoint.is_log:
             pairs = zip(manifest.slots, parts, strict=True)
             logged = tuple(LoggedSnapshot(slot, tuple(part.slices(GRADIENTS))) for slot, part in pairs)
             manifest = replace(manifest, window=())
-            alive += [] if survivors is None else self.parts(survivors, described[-1:], SURVIVORS_SUFFIX)
-            files |= {path: file for part in (*parts, *alive) for path, file in part.files.items()}
+            files |= {path: file for part in parts for path, file in part.files.items()}
         if checkpoint.is_log or checkpoint.is_window:
             newest = described[count - 1]
             chained = view.brought_to(newest.contents, newest.require_facts(checkpoint.step))
         self.used = {}
-        reader, slots = self.reading(manifest, files, [*parts, *alive, *(layer.part for layer in layers)])
-        survivor_slices = tuple(stored for part in alive for stored in part.slices())
-        return OpenedMemory(
-            reader, slots, manifest, beneath, view.fresh, logged, chained=chained, survivor_slices=survivor_slices
-        )
+        reader, slots = self.reading(manifest, files, [*parts, *(layer.part for layer in layers)])
+        return OpenedMemory(reader, slots, manifest, beneath, view.fresh, logged, chained=chained)
 
     def _require_same(self, part: SlotFiles, stored: Manifest) -> None:
         """Raises ``DamagedError`` unless all slots are of the checkpoint that storage has by this name, which a life

@@ -406,21 +406,6 @@ def beneath_of(checkpoint: MemoryCheckpoint, snapshots: Iterable[MemoryCheckpoin
     return sorted(filter(lies_beneath, alike), key=lambda snapshot: (snapshot.step, snapshot.shares[0].snapshot))
 
 
-def sealed_beside(checkpoint: MemoryCheckpoint, snapshots: Iterable[MemoryCheckpoint]) -> MemoryCheckpoint | None:
-    """Returns the snapshot that survivors sealed of the step of ``checkpoint``, a step of a gradient log; None if none.
-
-    Args:
-        checkpoint: Which stands by itself.
-        snapshots: Of ``snapshots_of``.
-    """
-    if not checkpoint.is_log:
-        return None
-    last = checkpoint.shares[-1]
-    sealed = (snapshot for snapshot in snapshots if snapshot.is_parting)
-    alike = (one for one in sealed if (one.shares[0].identity.life, one.step) == (last.identity.life, checkpoint.step))
-    return next(alike, None)
-
-
 def newer_than(checkpoint: MemoryCheckpoint, shares: Iterable[Share]) -> LeftBehind | None:
     """Returns the newest step after ``checkpoint`` that survivors sealed and of which other ranks' shares are missing.
 

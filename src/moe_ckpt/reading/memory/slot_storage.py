@@ -119,13 +119,6 @@ class SlotStorage:
         slot = self.slots[file.share.number]
         return slot.header.parts[file.part].raw == file.header and self.checker.is_sound(slot)
 
-    def check_only(self, paths: Iterable[str]) -> None:
-        """Limits verifying ahead of time to this rank's slots of these files: it reads no other."""
-        files = [self.files[path] for path in paths]
-        if self.checker is not None:
-            mine = {file.share.number for file in files if file.share.holder == self.comm.rank}
-            self.checker.only({self.slots[number] for number in mine})
-
     def needs_others(self, spans: Iterable[Span]) -> bool:
         """Returns whether some span lies on other nodes only, so that all ranks must ``fetch``."""
         return any(True for _ in self._far(spans))
@@ -315,7 +308,6 @@ class OpenedMemory:
             seen as of that step.
         logged: Its snapshots, if it is a step of a gradient log; the manifest says the step of each anchor then.
         chained: Operators whose anchors gradients bring to its step. The others are as the manifest says.
-        survivor_slices: What ranks that lived on sealed of the last step of a gradient log.
     """
 
     reader: StoreReader
@@ -325,7 +317,6 @@ class OpenedMemory:
     fresh: Mapping[str, Counts]
     logged: tuple[LoggedSnapshot, ...] = ()
     chained: frozenset[str] = frozenset()
-    survivor_slices: tuple[StoredSlice, ...] = ()
 
     def tokens_from_memory(self, operators: Iterable[str]) -> Counts | None:
         """Returns ``[L, E]`` tokens seen by those experts among ``operators`` that storage has older; None if it has

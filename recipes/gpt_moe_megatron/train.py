@@ -175,9 +175,6 @@ def iterate(
         if ckpt is not None:
             record = ckpt.after_step(done, consumed_samples=consumed, updated=outcome.updated)
         report(run, log, done, consumed, outcome, record, time.perf_counter() - began, training.built)
-        if record is not None and record.halt:
-            log.event("halted", reason=record.halt)
-            break
     return done, outcome
 
 

@@ -27,7 +27,6 @@ class Run:
 
     Attributes:
         policy: Name and arguments; None: without checkpoints.
-        guarded: Training halts when more tokens are lost than this proportion.
         memory: Checkpoints in memory that outlives the process.
         spmd: ``parallelism.spmd_backend``.
         degrees: Of parallelism, where not 1.
@@ -46,7 +45,6 @@ class Run:
     """
 
     policy: tuple[str, dict[str, Any]] | None = ("Dense", {})
-    guarded: float | None = None
     memory: bool = False
     spmd: str = "partial_dtensor"
     degrees: dict[str, int] = field(default_factory=dict)
@@ -157,8 +155,6 @@ def config(root: str, run: Run) -> Any:
         name, arguments = run.policy
         memory = moe_ckpt.Memory(directory=root, replicas=0) if run.memory else None
         policy = getattr(policies, name)(**arguments)
-        if run.guarded is not None:
-            policy = policies.Guarded(policy, run.guarded, "stop")
         checkpoint = CheckpointManager.Config(policy=policy, folder="store", memory=memory, **run.options)
     world = int(os.environ["WORLD_SIZE"])
     return Trainer.Config(
@@ -247,7 +243,6 @@ def lived(rank: int, world_size: int, root: str, run: Run, kill: Kill | None = N
         "begins": begins,
         "restored": None if checkpoint is None else checkpoint.restored_step,
         "plt": None if book is None else book.plt,
-        "halt": checkpoint is not None and checkpoint.last is not None and checkpoint.last.halt,
         "at_end": (trainer.step, trainer.ntokens_seen, [each.last_epoch for each in trainer.lr_schedulers]),
         "bias": [whole(block.moe.expert_bias_E) for block in model.layers.values()],
         "routed": (None if book is None else book.applied.tolist(), routed.tolist()),

@@ -74,8 +74,7 @@ def run(rank: int, world_size: int, job: Job) -> dict[str, Any]:
     random.seed(job.seed)
     np.random.seed(job.seed)
     name, arguments = job.policy
-    inner = [moe_ckpt.policies.MoC(k=1)] if name == "Guarded" else []
-    policy = getattr(moe_ckpt.policies, name)(*inner, **arguments)
+    policy = getattr(moe_ckpt.policies, name)(**arguments)
     options = {"when_busy": "wait", "timeout_secs": 60.0, **job.options}
     callback = MoECheckpointCallback(policy, dirpath=f"{job.directory}/store", **options)
     with heard() as said:

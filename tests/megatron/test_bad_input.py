@@ -113,7 +113,7 @@ def test_settings_and_calls_that_contradict(tmp_path: Path):
         "k": ("ConfigError", "MoC(k=5)", "decoder.layers.0.mlp", "only 4 experts"),
         "class": ("ConfigError", "create a policy from it: policy=MoC()"),
         "resume": ("ConfigError", "resume='maybe'", "choose from 'auto', 'extend', 'never'"),
-        "guard": ("ConfigError", "guard=", "Guarded(policy, budget, action, mlt_budget)"),
+        "guard": ("ConfigError", "guard=", "Guarded(policy, budget, mlt_budget)"),
         "stateful": ("ConfigError", "loader (object)", "state_dict"),
         "one stage": ("ConfigError", "upstream_bytes=1000000", "one stage", "pipeline_model_parallel_size above 1"),
         bad_input.RING: ("UnsupportedError", "upstream_bytes=1000", bad_input.RING, "Leave one of them"),

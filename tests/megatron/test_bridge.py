@@ -122,14 +122,6 @@ def test_an_error_or_an_exit_of_one_rank_closes_the_checkpoint(how: str, tmp_pat
     assert (second["begun"][0], second["iteration"]) == (5, 14), "of memory, where it was sealed"
 
 
-def test_a_policy_may_end_the_run(tmp_path: Path):
-    job = replace(ALONE, directory=str(tmp_path), policy=("MoC", {"k": 1}))
-    killed(replace(job, kill=(0, 8, "train")), 1)
-    [first] = live(replace(job, policy=("Guarded", {"budget": 1e-6, "action": "stop"})), 1)
-    assert (first["error"], first["lifecycle"]) == (None, "ENDED")
-    assert first["begun"][0] < first["iteration"] < 14, "tokens are lost"
-
-
 def test_bridges_own_checkpoint_is_where_an_empty_store_begins(tmp_path: Path):
     job = replace(ALONE, directory=str(tmp_path), loaded=5)
     [first] = live(replace(job, iterations=7), 1)

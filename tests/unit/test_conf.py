@@ -176,8 +176,8 @@ def test_memory_takes_what_its_class_takes(user_app, tmp_path):
 
 def test_the_guard_is_a_policy_around_another(user_app, tmp_path):
     store, guarded = f"moe_ckpt.store.dirpath={tmp_path}", "moe_ckpt/policy=guarded"
-    own = ("moe_ckpt.policy.action=stop", "moe_ckpt.policy.budget=0.03", "moe_ckpt.policy.policy.k=2")
-    assert instantiate(user_app(guarded, *own, store).moe_ckpt).policy == Guarded(MoC(k=2), 0.03, "stop")
+    own = ("moe_ckpt.policy.budget=0.03", "moe_ckpt.policy.policy.k=2")
+    assert instantiate(user_app(guarded, *own, store).moe_ckpt).policy == Guarded(MoC(k=2), 0.03)
     own = ("moe_ckpt.policy.budget=null", "moe_ckpt.policy.mlt_budget=loose")
     other = "moe_ckpt/policy@moe_ckpt.policy.policy=moetion"
     assert instantiate(user_app(guarded, other, *own, store).moe_ckpt).policy == Guarded(

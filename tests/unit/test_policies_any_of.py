@@ -87,14 +87,6 @@ def test_training_waits_if_any_of_them_asks_for_it():
     assert not plan_of(SnapshotPlan(9, ALL), SnapshotPlan(9, ALL[:1])).wait
 
 
-def test_training_ends_if_any_of_them_asks_for_it():
-    stop, saves = SnapshotPlan(9, halt="enough"), SnapshotPlan(9, ALL)
-    for plans in ((stop, saves), (saves, stop), (saves, saves, stop)):
-        plan = plan_of(*plans)
-        assert (plan.halt, plan.full) == ("enough", ALL)
-    assert plan_of(SnapshotPlan(9), stop) == stop
-
-
 def test_most_experts_and_the_tightest_budget_are_told():
     plan = plan_of(
         SnapshotPlan(9, ALL, k=1, plt_budget=0.1), SnapshotPlan(9, ALL, k=3), SnapshotPlan(9, ALL, plt_budget=0.02)

@@ -72,7 +72,6 @@ guarded = st.builds(
     )
     | st.just(with_constants(CheckFreq, profile_steps=2, max_interval=3)()),
     budget=st.sampled_from([BUDGET, 0.01]),
-    action=st.sampled_from(["escalate", "dense", "stop"]),
 )
 
 
@@ -96,7 +95,6 @@ def test_no_sequence_of_faults_breaks_the_budget(policy, seed, ranks, sizes):
         Guarded,
         policy=st.builds(MoC, k=st.sampled_from([1, 3]), selector=st.sampled_from(sorted(SELECTORS))),
         budget=st.sampled_from([None, BUDGET]),
-        action=st.sampled_from(["escalate", "dense", "stop"]),
         mlt_budget=st.sampled_from([0.03, 0.005]),
     ),
     seed=st.integers(0, 2**32),

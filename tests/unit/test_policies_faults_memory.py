@@ -234,7 +234,6 @@ guarded = st.builds(
     policy=st.builds(MoC, k=st.sampled_from([1, 3]), selector=st.sampled_from(sorted(SELECTORS)))
     | st.builds(MoEtion, experts=st.sampled_from([1, 3])),
     budget=st.sampled_from([BUDGET, 0.01]),
-    action=st.sampled_from(["escalate", "dense"]),
 )
 
 

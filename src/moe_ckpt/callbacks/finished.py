@@ -29,7 +29,7 @@ _UNLIMITED = -1
 def ended(trainer: Any) -> End | None:
     """Returns what ended the run. Called in ``on_train_end``, after all other callbacks.
 
-    None if the reason may be gone at the next start: a signal, a time limit, a user's callback, a guard.
+    None if the reason may be gone at the next start: a signal, a time limit, a user's callback.
     """
     reason = _reason(trainer)
     if reason is None:
@@ -163,21 +163,5 @@ def will_stop(trainer: Any) -> bool:
 
 def may_stop(trainer: Any) -> bool:
     """Returns whether Lightning will stop on ``trainer.should_stop``. Called at the end of a batch."""
-    return not _short_of(trainer)
-
-
-def _short_of(trainer: Any) -> list[str]:
-    """Returns the minimum lengths of training that are not reached yet."""
     epochs = trainer.current_epoch + bool(trainer.is_last_batch)
-    minimum = {"min_steps": trainer.min_steps or 0, "min_epochs": trainer.min_epochs or 0}
-    reached = {"min_steps": trainer.global_step, "min_epochs": epochs}
-    return [f"{name}={minimum[name]}" for name in minimum if reached[name] < minimum[name]]
-
-
-def refusal(trainer: Any, reason: str) -> str:
-    """Returns the message for a policy that asks for the end when Lightning may not stop yet."""
-    return (
-        f"the policy asks to end training: {reason} But Trainer({', '.join(_short_of(trainer))}) would continue, so "
-        f"this error ends training at step {trainer.global_step}. That step is saved, and the same command resumes "
-        "from it. Leave min_steps and min_epochs out, or choose another guard."
-    )
+    return bool(trainer.global_step >= (trainer.min_steps or 0) and epochs >= (trainer.min_epochs or 0))

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import Callback
 
 from moe_ckpt.callbacks.compat import NAMES
 from moe_ckpt.callbacks.data_position import DataPosition
-from moe_ckpt.callbacks.finished import may_stop, refusal, will_stop
+from moe_ckpt.callbacks.finished import will_stop
 from moe_ckpt.callbacks.host import LightningHost
 from moe_ckpt.callbacks.lightning_state import go_on_finetuning, validation_due
 from moe_ckpt.callbacks.loop_position import end_whole_epoch, forget_broken_fit, go_on_accumulating
@@ -287,7 +287,7 @@ class Fit:
             return
         if windows is not None:
             windows.check_updates(batch.updates)
-        record = driver.after_update(self._counter.take(), updated=batch.applied)
+        driver.after_update(self._counter.take(), updated=batch.applied)
         if windows is not None:
             if driver.replaying is None:
                 windows.replayed()
@@ -295,12 +295,8 @@ class Fit:
             if driver.replaying is None and not driver.options.needs.windows:  # the replay is done
                 windows.close()
                 self.host.windows = None
-        if record.halt is not None:
-            last_for_now = trainer.should_stop = True
         if driver.replaying is None:
             self._leave_last(last_for_now)
-        if record.halt is not None:
-            self._halt(record.halt)
 
     def _count_update(self) -> bool:
         """``Host.count_update``: training stops in a batch whose update is made, before ``after_batch``."""
@@ -332,14 +328,6 @@ class Fit:
         may_end = last_for_now or self._watch.steps_seldom or host.trainer.accumulate_grad_batches > 1
         if driver.options.save_last and not last and self.host.settled and may_end:
             host.keep()
-
-    def _halt(self, reason: str) -> None:
-        """Ends training as the policy asks, on every rank; ``trainer.should_stop`` is set."""
-        trainer = self.host.trainer
-        self.driver.say.halted(self.host.step, reason)
-        if not may_stop(trainer):
-            self.driver.finish(moved=True, ended=False)
-            raise ConfigError(refusal(trainer, reason))
 
     # --- the end ---
 

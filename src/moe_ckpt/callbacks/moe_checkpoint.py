@@ -4,7 +4,7 @@
     on_train_start           restore samplers, then the RNG: the loader's iterator, which draws from it, exists by now
     on_before_optimizer_step join the copy: parameters may change from here on
     on_train_batch_end       of the module, after all callbacks: the step is final. Book its tokens and start the next
-                             copy; join at once if an epoch or validation hook is next; end training if the policy asks
+                             copy; join at once if an epoch or validation hook is next
     on_train_epoch_end, on_validation_start, on_train_end
                              of a callback in front of all others: join, for other callbacks may change weights
     on_validation_end        restore the RNG as of the last batch, so that training draws the same numbers with and

@@ -168,4 +168,4 @@ def goes_to_peers(plan: SnapshotPlan, *, behind: bool, waits: bool) -> bool:
         behind: ``are_behind`` of some rank.
         waits: Every checkpoint gets its copies, however long that takes.
     """
-    return waits or plan.wait or plan.halt is not None or not behind
+    return waits or plan.wait or not behind

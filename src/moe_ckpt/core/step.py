@@ -41,7 +41,6 @@ class SnapshotPlan:
         wait: The engine finishes the checkpoint before training continues (the synchronous baseline).
         k: Experts per layer that the policy sends to storage at present, where it counts them so (MoC).
         plt_budget: Portion of lost tokens that the policy keeps to, if it does.
-        halt: Why training should end in good order after this step, if it should.
         window: The sparse window that this step belongs to (MoEvement). Such a step's snapshot is no checkpoint by
             itself: that exists when the window's last one is committed.
         slot: The step's place in ``window``.
@@ -59,7 +58,6 @@ class SnapshotPlan:
     wait: bool = False
     k: int | None = None
     plt_budget: float | None = None
-    halt: str | None = None
     window: Window | None = None
     slot: int = 0
     sends_memory_only: bool = True

@@ -127,7 +127,7 @@ class AttachedCheckpoint(ABC):
 
     @property
     def last(self) -> StepRecord | None:
-        """The record of the newest step; ``last.halt`` is the reason if the policy asks to end training, else None."""
+        """The record of the newest step; None before the first."""
         return self._driver.last
 
     @property
@@ -174,7 +174,7 @@ class AttachedCheckpoint(ABC):
 
         Args:
             ended: The run is finished, and a later start says so. False for a job that another one continues, after a
-                time limit or a signal. A run that the policy asked to end is not finished either.
+                time limit or a signal.
 
         Raises:
             ConfigError: An optimizer stepped since the newest step, and ``after_step`` was not called yet.
@@ -184,10 +184,9 @@ class AttachedCheckpoint(ABC):
             return
         self._require_counted("finish()")
         self._leave_peers()
-        halted = self.last is not None and self.last.halt is not None
         try:
             self._driver.catch_up()
-            self._driver.finish(moved=self._host.moved, ended=ended and not halted)
+            self._driver.finish(moved=self._host.moved, ended=ended)
         finally:
             self._release()
 

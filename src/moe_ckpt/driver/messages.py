@@ -180,10 +180,6 @@ class Messages:
             *(self._unit, step, self._unit, *window),
         )
 
-    def halted(self, step: int, reason: str) -> None:
-        """The policy ends training."""
-        self._warn("training ends at %s %d, because the policy asks for it: %s", self._unit, step, reason)
-
     def unsaved(self, step: int, newest: int | None) -> None:
         """Training ended where the newest step's state was gone, and is not saved unless it had been.
 

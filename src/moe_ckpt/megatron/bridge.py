@@ -133,10 +133,7 @@ class MoECheckpointCallback:
             counters["consumed_valid_samples"] += rounds * settings.validation.eval_global_batch_size
         consumed = position.consumed_train_samples + batch
         updated = not context.skipped_iter
-        record = ckpt.after_step(iteration, consumed_samples=consumed, updated=updated, counters=counters)
-        if record.halt is not None:
-            ckpt._driver.say.halted(iteration, record.halt)
-            settings.train.train_iters = iteration  # the condition of Bridge's loop
+        ckpt.after_step(iteration, consumed_samples=consumed, updated=updated, counters=counters)
 
     def on_train_end(self, context: Any) -> None:
         """Leaves a complete checkpoint: all iterations are done."""

@@ -401,7 +401,7 @@ class MegatronLM:
         self._floating_point_operations = arguments["num_floating_point_operations_so_far"]
         stage = ckpt.upstream
         is_alone = stage is not None and stage.boundary.is_alone
-        record = ckpt.after_step(
+        ckpt.after_step(
             iteration,
             consumed_samples=settings.consumed_train_samples,
             updated=self._updated,
@@ -418,10 +418,7 @@ class MegatronLM:
         # A replayed iteration did not end the run the first time; if it did now, every restart would end there.
         again = {"exit_interval": None, "phase_transition_iterations": None} if ckpt.replaying else {}
         with changed(settings, **again):
-            leave = self._original["checkpoint_and_decide_exit"](*args, **kwargs)
-        if record.halt is not None:
-            ckpt._driver.say.halted(iteration, record.halt)
-        self._exits = leave or record.halt is not None
+            self._exits = self._original["checkpoint_and_decide_exit"](*args, **kwargs)
         return self._exits
 
     def _training_log(self, *args: Any, **kwargs: Any) -> Any:

@@ -78,14 +78,6 @@ def _exactly(budget: float) -> Fraction:
     return Fraction(str(budget))
 
 
-def at_risk(context: PolicyContext, stored: Collection[Expert]) -> int:
-    """Tokens that a fault would lose which returns to a checkpoint of this step that holds ``stored``.
-
-    As of what is committed: a checkpoint under way may still fail, and then this one must stand without it.
-    """
-    return int(_unsaved_without(context, stored).sum())
-
-
 def top_up(context: PolicyContext, stored: Collection[Expert] | Counts, budget: float) -> tuple[Expert, ...]:
     """The wall: experts to save beside ``stored``, so that a fault that returns to this checkpoint keeps the budget.
 
@@ -114,12 +106,6 @@ def top_up_mlt(context: PolicyContext, stored: Collection[Expert] | Counts, budg
     portions = _portions(context, _unsaved_without(context, stored))
     allowed = int(_exactly(budget) * len(context.model.catalog.layers) * _MLT_UNITS // 1)
     return _fewest(portions, int(portions.sum()) - allowed)
-
-
-def mlt_at_risk(context: PolicyContext, stored: Collection[Expert]) -> float:
-    """MLT of a recovery that returns to a checkpoint of this step that holds ``stored``."""
-    portions = _portions(context, _unsaved_without(context, stored))
-    return int(portions.sum()) / _MLT_UNITS / max(len(context.model.catalog.layers), 1)
 
 
 def _portions(context: PolicyContext, unsaved: Counts) -> Counts:

@@ -13,15 +13,7 @@ from moe_ckpt.core.step import SnapshotPlan
 from moe_ckpt.core.user_text import named_arguments
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies.base import BF16, Needs, Policy, PolicyContext, needs_of
-from moe_ckpt.policies.budget import (
-    MLT_BUDGETS,
-    at_risk,
-    mlt_at_risk,
-    resolve_budget,
-    tokens_left,
-    top_up,
-    top_up_mlt,
-)
+from moe_ckpt.policies.budget import MLT_BUDGETS, resolve_budget, top_up, top_up_mlt
 from moe_ckpt.policies.selectors import Expert, experts_of
 
 
@@ -145,17 +137,15 @@ class AnyOf:
     def plan(self, context: PolicyContext) -> SnapshotPlan:
         """Returns the plan of the only policy that wants a checkpoint, or what any of them wants, tier by tier.
 
-        Training waits, or ends, if any of them asks for it. ``k`` is the largest, and ``plt_budget`` the tightest,
-        since more experts never lose more.
+        Training waits if any of them asks for it. ``k`` is the largest, and ``plt_budget`` the tightest, since more
+        experts never lose more.
 
         Raises:
             ConfigError: A policy plans a slot of a sparse window without ``Needs(windows=True)``.
         """
         plans = [policy.plan(context) for policy in self._all]
-        halts = [plan.halt for plan in plans if plan.halt is not None]
         due = [plan for plan in plans if plan] or plans[:1]
-        plan = due[0] if len(due) == 1 else self._union(context, due)
-        return replace(plan, halt=halts[0]) if halts and plan.halt != halts[0] else plan
+        return due[0] if len(due) == 1 else self._union(context, due)
 
     def _union(self, context: PolicyContext, plans: Sequence[SnapshotPlan]) -> SnapshotPlan:
         for plan in plans:
@@ -202,34 +192,27 @@ def _together(context: PolicyContext, chosen: Sequence[tuple[str, ...]]) -> tupl
     return (*operators, *(op for op in every if op not in context.model.catalog.index_of))
 
 
-ACTIONS = ("escalate", "dense", "stop")
-
-
 @named_arguments
 @dataclass(frozen=True)
 class Guarded(Wrapper):
     """Keeps ``policy`` within a budget for lost tokens (PLT, MLT or both), whatever it plans.
 
     If a failure that returns to the planned checkpoint would exceed a budget (``budget.top_up``, ``top_up_mlt``), that
-    checkpoint saves more experts than ``policy`` asked for. When checkpoints are made remains the policy's decision.
+    checkpoint also saves the fewest experts that keep the budget. When checkpoints are made remains the policy's
+    decision.
 
     Attributes:
         policy: The policy that decides within the budget.
         budget: For PLT, all failures together: a number between 0 and 1, or a name in ``policies.budget.PLT_BUDGETS``.
             None: only ``mlt_budget`` counts.
-        action: ``"escalate"``: that checkpoint also saves the fewest experts that keep the budget. ``"dense"``: it
-            saves all experts. ``"stop"``: it saves all experts and asks training to end, since the policy alone cannot
-            keep the budget; but while no token was lost yet it escalates, because every run starts with too few routed
-            tokens for a budget.
         mlt_budget: For MLT, each failure separately: a number between 0 and 1, or a name in
             ``policies.budget.MLT_BUDGETS``.
 
     Raises:
-        ConfigError: No policy, no such action, no budget, or one that is not between 0 and 1.
+        ConfigError: No policy, no budget, or one that is not between 0 and 1.
     """
 
     budget: float | str | None = "default"
-    action: str = "escalate"
     mlt_budget: float | str | None = None
 
     def __post_init__(self) -> None:
@@ -240,8 +223,6 @@ class Guarded(Wrapper):
             resolve_budget(self.budget, "Guarded: budget")
         if self.mlt_budget is not None:
             resolve_budget(self.mlt_budget, "Guarded: mlt_budget", MLT_BUDGETS)
-        if self.action not in ACTIONS:
-            raise ConfigError(f"Guarded(action={self.action!r}): no such action; choose from {list(ACTIONS)}")
 
     @property
     def plt_budget(self) -> float | None:
@@ -268,12 +249,7 @@ class Guarded(Wrapper):
         budgets = [budget for budget in (self.plt_budget, plan.plt_budget) if budget is not None]
         plan = replace(plan, plt_budget=min(budgets, default=None))
         more = self._needed(context, stored)
-        if not more:
-            return plan
-        if self.action == "escalate" or (self.action == "stop" and not context.run.lost_tokens):
-            return _adding(plan, context, more)
-        halt = self._why(context, stored) if self.action == "stop" else None
-        return replace(_adding(plan, context, context.model.catalog.expert_at.values()), halt=plan.halt or halt)
+        return _adding(plan, context, more) if more else plan
 
     def _needed(self, context: PolicyContext, stored: set[Expert]) -> tuple[Expert, ...]:
         """Experts to save beside ``stored``, so that both budgets hold."""
@@ -281,33 +257,9 @@ class Guarded(Wrapper):
         of_mlt = () if self.most_mlt is None else top_up_mlt(context, stored | {*of_plt}, self.most_mlt)
         return tuple(sorted((*of_plt, *of_mlt)))
 
-    def _why(self, context: PolicyContext, stored: set[Expert]) -> str:
-        routed = max(context.tokens.routed_tokens, 1)
-        lost, budget, most = context.run.lost_tokens, self.plt_budget, self.most_mlt
-        setting = f"budget ({self.budget!r})"
-        if budget is not None and tokens_left(context, budget) < 0:
-            reason = f"{lost / routed:.2%} of all tokens are lost, over the budget of {budget:.2%}"
-        elif budget is not None and top_up(context, stored, budget):
-            reason = (
-                f"{lost / routed:.2%} of all tokens are lost, and a failure now would make it "
-                f"{(lost + at_risk(context, stored)) / routed:.2%}, over the budget of {budget:.2%}"
-            )
-        else:
-            setting = f"mlt_budget ({self.mlt_budget!r})"
-            reason = (
-                f"a failure now would lose {mlt_at_risk(context, stored):.2%} of each layer's tokens, on average "
-                f"(MLT), over the budget of {most:.2%}"
-            )
-        return (
-            f"{reason}, at step {context.run.step}. All experts are saved. Before going on, save more experts per "
-            f"checkpoint (raise k, or give MoC a plt_budget, which raises k automatically), save more often, or raise "
-            f"the guard's {setting} or change its action from 'stop' to 'escalate'."
-        )
-
     def describe(self) -> dict[str, Any]:
         momentary = {} if self.most_mlt is None else {"guard_mlt_budget": self.most_mlt}
-        description = {**self.policy.describe(), "guard_budget": self.plt_budget, "guard_action": self.action}
-        return {**description, **momentary}
+        return {**self.policy.describe(), "guard_budget": self.plt_budget, **momentary}
 
 
 def _adding(plan: SnapshotPlan, context: PolicyContext, experts: Iterable[Expert]) -> SnapshotPlan:

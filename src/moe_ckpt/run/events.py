@@ -59,7 +59,6 @@ class StepRecord:
         routed_tokens: Token assignments whose update ran, of all ranks, since the run began.
         committed_step: Newest committed step; None before the first.
         failed_checkpoints: Checkpoints that failed since this start of the run.
-        halt: Why the policy asks to end training; None if it does not.
         frozen_nbytes: The part of ``nbytes`` that is saved at compute fidelity only (sparse windows).
         window: Size W of the sparse window that this step belongs to; 0 without one.
         slot: The step's place in its window.
@@ -101,7 +100,6 @@ class StepRecord:
     routed_tokens: int = 0
     committed_step: int | None = None
     failed_checkpoints: int = 0
-    halt: str | None = None
     frozen_nbytes: int = 0
     window: int = 0
     slot: int = 0

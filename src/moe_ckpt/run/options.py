@@ -248,7 +248,7 @@ def _not_a_policy(value: object) -> str:
 
 def _hint(name: str, names: Sequence[str]) -> str:
     if name in ("guard", "mlt_budget"):
-        return "wrap the policy: policy=Guarded(policy, budget, action, mlt_budget)"
+        return "wrap the policy: policy=Guarded(policy, budget, mlt_budget)"
     owner = with_option(name)
     if owner is not None:
         return f"it is an option of the policy: policy={owner}({name}=...)"

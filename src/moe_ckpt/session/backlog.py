@@ -64,8 +64,7 @@ class Backlog:
             pipeline: That it would go through.
             consensus: Of the step.
         """
-        last = plan.halt is not None  # nothing comes after it that could make up for it
-        if not consensus.busy or plan.wait or last or self._waits_if_busy:
+        if not consensus.busy or plan.wait or self._waits_if_busy:
             return True
         if plan.slot and self._room_in_time(pipeline, consensus.measured):
             return True
@@ -175,10 +174,9 @@ class Backlog:
             return not plan.gradients
         if plan.slot:
             return self._window_to_storage
-        must = plan.wait or plan.halt is not None
         goes = (
             tight
-            or must
+            or plan.wait
             or ledger.needs_everything
             or (self._windows and plan.window is None)  # windows are built upon dense checkpoints, which are rare
             or self._is_due(self._cadence, plan.step, consensus, ledger)
@@ -190,7 +188,7 @@ class Backlog:
                 "takes its place. To keep them in memory alone, raise host_memory_bytes",
                 plan.step,
             )
-        if goes and consensus.storage_busy and not (self._waits_if_busy or must):
+        if goes and consensus.storage_busy and not (self._waits_if_busy or plan.wait):
             goes = False
             self.skips += 1
             self._say(

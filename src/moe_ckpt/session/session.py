@@ -343,7 +343,7 @@ class CheckpointSession:
             self.wait(step)
         if self._run.gate is not None:
             self._run.gate.step_begins()
-        record = self.completed(replace(record, halt=plan.halt, agree_secs=self._agree_secs))
+        record = self.completed(replace(record, agree_secs=self._agree_secs))
         self._agree_secs = 0.0
         record = replace(record, stall_secs=self._since_record.take())
         specs = self._run.state.specs

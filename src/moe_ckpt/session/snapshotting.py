@@ -156,7 +156,7 @@ class Snapshotter:
             if plan.window is not None:  # the first slot too: one under way was to end, since its tensors changed
                 self.booking.run_ledger.give_up_window()
             return StepRecord(plan.step, skipped=True)
-        if plan.halt is not None or (consensus.used_up and (plan.wait or self._run.settings.when_busy == "wait")):
+        if consensus.used_up and (plan.wait or self._run.settings.when_busy == "wait"):
             self._settle_memory()
         outlives = self._run.settings.memory is not None
         tight = outlives and not plan.gradients and (consensus.tight or self.planner.is_tight(plan))
@@ -167,7 +167,6 @@ class Snapshotter:
         snapshot = self._begin(
             plan,
             plain,
-            last=plan.halt is not None,
             step_is_agreed=step_is_agreed,
             to_storage=stored,
             to_peers=self.backlog.to_peers(plan, consensus),
@@ -282,8 +281,8 @@ class Snapshotter:
         plan: SnapshotPlan,
         plain: Encode,
         *,
-        last: bool,
         step_is_agreed: bool,
+        last: bool = False,
         to_storage: bool = True,
         to_peers: bool = True,
         before_training: bool = False,
@@ -293,8 +292,8 @@ class Snapshotter:
         Args:
             plan: What to save.
             plain: Gives the plain state.
-            last: Of the run, so that what it waits for is left to ``drain`` to complain about.
             step_is_agreed: See ``Bookkeeper.tokens_at``.
+            last: Of the run, so that what it waits for is left to ``drain`` to complain about.
             to_storage: It goes there from memory.
             to_peers: So it does to peers.
             before_training: See ``carry_out``.

@@ -155,8 +155,6 @@ class CheckpointManager(BaseCheckpointManager):
             trainer.step = position.step
         if (position.restored or position.step) and isinstance(self._loader, ParallelAwareDataloader):
             checkpoint.iterate_quietly(self._loader)
-        if hasattr(trainer, "should_continue_training"):
-            trainer.should_continue_training = self._unless_halted(trainer.should_continue_training)
         if hasattr(trainer, "validator"):
             trainer.validator.validate = self._before_counting(trainer.validator.validate)
         return position.restored
@@ -165,15 +163,6 @@ class CheckpointManager(BaseCheckpointManager):
         if self.checkpoint is None:
             raise ConfigError("CheckpointManager: enable=False, so there are no checkpoints")
         return self.checkpoint
-
-    def _unless_halted(self, goes_on: Callable[[], bool]) -> Callable[[], bool]:
-        """Lets a policy end the training."""
-
-        def more() -> bool:
-            last = self._open().last
-            return (last is None or last.halt is None) and goes_on()
-
-        return more
 
     def _before_counting(self, validate: Callable[..., None]) -> Callable[..., None]:
         """Lets a step be counted after its validation, which draws random numbers of the run."""

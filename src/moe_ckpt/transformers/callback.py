@@ -133,8 +133,6 @@ class MoECheckpointCallback(TrainerCallback):
             self._is_first = False
             self._progress.first_batch_is_loaded(self.checkpoint)
         self._count(state)
-        if self.checkpoint.last is not None and self.checkpoint.last.halt is not None:
-            control.should_training_stop = True
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """An optimizer step is done; what belongs to it is not."""

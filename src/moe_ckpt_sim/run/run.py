@@ -109,9 +109,7 @@ class Run:
 
         while not self.done and state.now < until_secs and self.most_ettr > least - _ROUNDING:
             self._stepper.train(min(self._failing.next_secs, end), tick)
-            if state.halt is not None:
-                self._verdict = f"the policy ended training after {state.now:.0f} s: {state.halt}"
-            if state.now < end and not self._verdict:
+            if state.now < end:
                 self._recover(state)
                 tick()
             if state.now >= end or self._verdict:

@@ -63,7 +63,6 @@ class SimulatedState:
     Attributes:
         step: Optimizer steps done, less those that failures undid.
         counts: ``[L, E]`` tokens that one step routes.
-        halt: Reason for which the policy ended training.
         round_steps: W of a log of gradients.
     """
 
@@ -78,7 +77,6 @@ class SimulatedState:
     window: Window | None = None
     round_steps: int | None = None
     failures: int = 0
-    halt: str | None = None
     secs: BookedSecs = field(default_factory=BookedSecs)
     saved: SavedBytes = field(default_factory=SavedBytes)
     lost_memory: LostMemory = field(default_factory=LostMemory)

@@ -60,7 +60,7 @@ class Stepper:
         """
         state = self.state
         state.lost_memory.in_update = False
-        while state.now < until and state.halt is None:
+        while state.now < until:
             if self._housekeeping():
                 tick()
             if self._repeat(until):
@@ -147,7 +147,6 @@ class Stepper:
             self._iterate(1, until)
         elif self._admitted(until):
             self._iterate(1, until, self._begin(context, plan, until))
-            state.halt = plan.halt
         elif state.now < until:
             self._skip(until)
 

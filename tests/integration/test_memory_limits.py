@@ -142,7 +142,7 @@ def test_what_survivors_have_no_room_for_under_a_limit_is_said(room, layout, cgr
     assert left(run) == []
 
 
-@pytest.mark.slow
+@pytest.mark.quick("fsdp2-wait")
 @pytest.mark.parametrize("when_busy", ["wait", "skip"])
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
 def test_a_budget_of_two_snapshots_is_enough_for_several_ranks(layout, when_busy, place):  # noqa: F811

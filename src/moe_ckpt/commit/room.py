@@ -286,22 +286,23 @@ class Room:
             HostMemoryError: The state that there is now does not fit the budget, so that no checkpoint ever would.
         """
         run, whole = self._run, whole or self._always_whole
-        if whole:  # at least what no other rank shares
-            tensors = [tensor for tensor in run.state.tensors() if not tensor.duplicate]
-            alone = run.comm.world_size == 1
-            least = sum(tensor.local.nbytes for tensor in tensors if alone or not tensor.replicated)
-            if least > self._pool.budget_bytes:
-                raise self._too_small(None, least, whole=True)
-        if self._has_begun or not self._takes_long:
-            return
-        self._has_begun = True
         every, specs = run.state.tensors(), run.state.specs()
 
         @functools.cache
         def share() -> int:
-            """Bytes of the first snapshot, roughly. It takes long to tell."""
-            return ExpectedShare(every, specs).nbytes(run.catalog, run.placement, run.comm.rank)
+            """Bytes of the first snapshot, roughly; 0 if this rank saves nothing. It takes long to tell."""
+            nbytes = ExpectedShare(every, specs).nbytes(run.catalog, run.placement, run.comm.rank)
+            return nbytes and nbytes + nbytes // _SLACK + min(_PLAIN_NBYTES, nbytes // 2)
 
+        if whole:  # at least what no other rank shares
+            tensors = [tensor for tensor in every if not tensor.duplicate]
+            alone = run.comm.world_size == 1
+            least = sum(tensor.local.nbytes for tensor in tensors if alone or not tensor.replicated)
+            if least > self._pool.budget_bytes:
+                raise self._too_small(None, max(least, share()), whole=True)
+        if self._has_begun or not self._takes_long:
+            return
+        self._has_begun = True
         self._maker.start(lambda: self._make_ready(share if whole else None))
 
     def _make_ready(self, share: Callable[[], int] | None) -> bool:
@@ -313,10 +314,9 @@ class Room:
         count = 2 if self._always_whole else 1  # as many as there are when the first one is given back
         try:
             # A rank that saves nothing needs no room, either.
-            if share is not None and not self._snapshots and (nbytes := share()):
-                nbytes += nbytes // _SLACK + min(_PLAIN_NBYTES, nbytes // 2)
-                if self._pool.make_ahead(nbytes, count, early=True):
-                    return True
+            nbytes = 0 if share is None or self._snapshots else share()
+            if nbytes and self._pool.make_ahead(nbytes, count, early=True):
+                return True
             return self._pool.warm_up()
         except (OSError, RuntimeError) as error:
             log.info("no memory is made before the first snapshot: %s", error)

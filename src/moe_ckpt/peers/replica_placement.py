@@ -18,10 +18,11 @@ they are those of the process groups.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
-from math import inf
+
+import numpy as np
 
 from moe_ckpt.errors import ConfigError
 
@@ -47,7 +48,7 @@ class ReplicaPlacement:
 def place_replicas(
     domains: Sequence[Sequence[str]], replicas: int, groups: Sequence[Sequence[Sequence[int]]] = ()
 ) -> ReplicaPlacement:
-    """Place ``replicas`` copies of every rank, in time proportional to ranks and copies.
+    """Place ``replicas`` copies of every rank. Outside of regular worlds a copy takes some looks at all nodes at once.
 
     Args:
         domains: Per rank its domains, from its node outwards; of several the first and the last count.
@@ -122,115 +123,58 @@ def _place_inside(
         return
     # Ranks of large domains first: they have the fewest places to choose from.
     order = [rank for ranks in sorted(by_domain, key=len, reverse=True) for rank in ranks]
-    _Greedy(domains, order, peers, replicas).fill()
+    _fill_up(peers, domains, order, replicas)
 
 
-class _Greedy:
+def _fill_up(peers: list[list[int]], domains: Sequence[Sequence[str]], order: Sequence[int], replicas: int) -> None:
     """Gives one copy after the other to the emptiest domain that has none of its source, there to the emptiest node.
 
-    A domain whose ranks hold ``MOST_TIMES`` as many copies as they have gets more only if no other node is left.
+    A node whose ranks hold ``MOST_TIMES`` as many copies as they have gets more only if no other is left.
 
     Args:
+        peers: Per rank of the world the ranks that hold its copies; added to.
         domains: Per rank of the world its domains, of which the first and the last count.
         order: Ranks that hold one another's copies, those of a domain one after the other.
-        peers: Per rank of the world the ranks that hold its copies; added to.
-        replicas: Copies that each rank is to have.
+        replicas: Copies that each rank is to have, as far as there are nodes.
     """
+    ranks_of: dict[str, list[int]] = {}
+    for rank in order:
+        ranks_of.setdefault(domains[rank][0], []).append(rank)
+    nodes, groups = {node: at for at, node in enumerate(ranks_of)}, list(ranks_of.values())
+    spans: dict[str, slice] = {}  # of the nodes of each domain
+    for at, ranks in enumerate(groups):
+        domain = domains[ranks[0]][-1]
+        spans[domain] = slice(spans[domain].start if domain in spans else at, at + 1)
+    sizes = np.array(list(map(len, groups)))
+    loads = Counter(holder for rank in order for holder in peers[rank])
+    held = np.array([sum(map(loads.__getitem__, ranks)) for ranks in groups])
+    per_rank, in_domain = held / sizes, np.zeros(len(groups))  # copies per rank: of each node, and of all its domain
+    for span in spans.values():
+        in_domain[span] = held[span].sum() / sizes[span].sum()
 
-    def __init__(
-        self, domains: Sequence[Sequence[str]], order: Sequence[int], peers: list[list[int]], replicas: int
-    ) -> None:
-        self._domains, self._order, self._peers, self._replicas = domains, order, peers, replicas
-        self._most = MOST_TIMES * replicas
-        self._ranks: dict[str, list[int]] = {}
-        nodes: dict[str, list[str]] = {}
+    def emptiest(rank: int) -> int | None:
+        """Returns the place of the node for the next copy; None if no other node is left."""
+        used = [domains[holder] for holder in peers[rank]]
+        closed = [spans[domains[rank][-1]], *(slice(nodes[n], nodes[n] + 1) for n, *_ in used if n in nodes)]
+        shared = [spans[domain] for *_, domain in used if domain in spans]
+        for besides, most in ((shared, MOST_TIMES * replicas), ([], MOST_TIMES * replicas), ([], np.inf)):
+            fullness = in_domain.copy()
+            fullness[per_rank >= most] = np.inf
+            for span in (*closed, *besides):
+                fullness[span] = np.inf
+            first = int(fullness.argmin())
+            if fullness[first] < np.inf:
+                span = spans[domains[groups[first][0]][-1]]
+                return span.start + int(np.where(fullness[span] < np.inf, per_rank[span], np.inf).argmin())
+        return None
+
+    for copies in range(1, replicas + 1):
         for rank in order:
-            node, domain = domains[rank][0], domains[rank][-1]
-            if node not in self._ranks:
-                nodes.setdefault(domain, []).append(node)
-            self._ranks.setdefault(node, []).append(rank)
-        self._loads = dict.fromkeys(order, 0)
-        for rank in order:
-            for holder in peers[rank]:
-                if holder in self._loads:
-                    self._loads[holder] += 1
-        self._in_nodes = {
-            domain: _ByFullness([(node, self._ranks[node]) for node in names], self._loads)
-            for domain, names in nodes.items()
-        }
-        members = [(domain, [rank for node in names for rank in self._ranks[node]]) for domain, names in nodes.items()]
-        self._in_domains = _ByFullness(members, self._loads)
-
-    def fill(self) -> None:
-        """Adds copies until each rank has as many as it is to have, or no other node is left for more."""
-        for copies in range(1, self._replicas + 1):
-            for rank in self._order:
-                if len(self._peers[rank]) < copies:
-                    self._add(rank)
-
-    def _add(self, rank: int) -> None:
-        domain = self._domains[rank][-1]
-        nodes = {self._domains[holder][0] for holder in self._peers[rank]}
-        used = {domain, *(self._domains[holder][-1] for holder in self._peers[rank])}
-        for without, most in ((used, self._most), ({domain}, self._most), ({domain}, inf)):
-            choice = self._choose(without, nodes, most)
-            if choice is not None:
-                self._give(rank, *choice)
-                return
-
-    def _choose(self, domains: set[str], nodes: set[str], most: float) -> tuple[str, str] | None:
-        """Returns the emptiest domain outside of ``domains``, and the emptiest node there that is none of ``nodes``.
-
-        None if all such nodes hold ``most`` copies per rank or more.
-        """
-
-        def node_of(domain: str) -> str | None:
-            return self._in_nodes[domain].emptiest(lambda node: node not in nodes, most)
-
-        domain = self._in_domains.emptiest(lambda name: name not in domains and node_of(name) is not None)
-        node = None if domain is None else node_of(domain)
-        return None if domain is None or node is None else (domain, node)
-
-    def _give(self, rank: int, domain: str, node: str) -> None:
-        holder = min(self._ranks[node], key=self._loads.__getitem__)
-        self._peers[rank].append(holder)
-        self._loads[holder] += 1
-        self._in_domains.add(domain)
-        self._in_nodes[domain].add(node)
-
-
-class _ByFullness:
-    """Sorts sets of ranks by the copies that they hold, per rank, in a heap that drops outdated entries late.
-
-    Args:
-        members: The name of each set and its ranks.
-        loads: Copies that each rank holds.
-    """
-
-    def __init__(self, members: Sequence[tuple[str, Sequence[int]]], loads: dict[int, int]) -> None:
-        self._sizes = {name: len(ranks) for name, ranks in members}
-        self._held = {name: sum(loads[rank] for rank in ranks) for name, ranks in members}
-        self._numbers = {name: number for number, (name, _) in enumerate(members)}
-        self._heap = [self._entry(name) for name in self._sizes]
-        heapify(self._heap)
-
-    def _entry(self, name: str) -> tuple[float, int, str]:
-        return self._held[name] / self._sizes[name], self._numbers[name], name
-
-    def add(self, name: str) -> None:
-        """Counts one more copy."""
-        self._held[name] += 1
-        heappush(self._heap, self._entry(name))
-
-    def emptiest(self, is_fit: Callable[[str], bool], most: float = inf) -> str | None:
-        """Returns the set with the fewest copies per rank, below ``most``, of those that fit; None if none does."""
-        passed = []
-        chosen = None
-        while self._heap and chosen is None and self._heap[0][0] < most:
-            entry = heappop(self._heap)
-            if entry == self._entry(entry[-1]):
-                passed.append(entry)
-                chosen = entry[-1] if is_fit(entry[-1]) else None
-        for entry in passed:
-            heappush(self._heap, entry)
-        return chosen
+            node = emptiest(rank) if len(peers[rank]) < copies else None
+            if node is not None:
+                holder = min(groups[node], key=loads.__getitem__)
+                peers[rank].append(holder)
+                loads[holder] += 1
+                held[node] += 1
+                per_rank[node], span = held[node] / sizes[node], spans[domains[holder][-1]]
+                in_domain[span] = held[span].sum() / sizes[span].sum()

@@ -34,8 +34,8 @@ from moe_ckpt.peers.wire import CHUNK_NBYTES
 from moe_ckpt.policies import Dense
 from moe_ckpt.ports import StateTensor
 from moe_ckpt.reading.memory.slot_storage import SlotStorage
+from moe_ckpt.recovery.executing import StorageSource
 from moe_ckpt.recovery.resume import resume_newest
-from moe_ckpt.recovery.sources import StorageSource
 from moe_ckpt.run.agreement import Deferred, StepTokens
 from moe_ckpt.run.context import RunContext
 from moe_ckpt.run.options import Settings

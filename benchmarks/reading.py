@@ -40,8 +40,8 @@ from benchmarks.memory_tiers_rank import Life, Shard, spent_in
 from benchmarks.ranks import end, gathered
 from moe_ckpt.comm.communicator import GlooCommunicator, make_communicator
 from moe_ckpt.recovery import sources
+from moe_ckpt.recovery.executing import StorageSource
 from moe_ckpt.recovery.resume import resume_newest
-from moe_ckpt.recovery.sources import StorageSource
 from moe_ckpt.storage import LocalStorage
 
 _EXAMPLE = "example: python benchmarks/reading.py --mib 512 --ranks 2 4 --delay-ms 50 --rounds 5 --write"

@@ -35,7 +35,7 @@ class TensorSpec:
 
     Attributes:
         key, parameter, mixes_rows: As in ``StateTensor``.
-        dtype: As named in headers (``format.dtypes``).
+        dtype: As named in headers (``format.shard``).
         gradient: Of a parameter, the type in which its optimizer consumes gradients; None where none updates it.
     """
 

@@ -21,8 +21,8 @@ from moe_ckpt.modeling.training_state import TorchTrainingState
 from moe_ckpt.reading import shared_reading
 from moe_ckpt.reading.reader import StoreReader
 from moe_ckpt.reading.together import NotUsableError
+from moe_ckpt.recovery.executing import StorageSource
 from moe_ckpt.recovery.resume import load_step, resume_newest, whole_tensors
-from moe_ckpt.recovery.sources import StorageSource
 from moe_ckpt.storage import LocalStorage
 from tests.dist.test_sharding_bytes import made, state_of, train
 from tests.support import run_ranks, start_ranks

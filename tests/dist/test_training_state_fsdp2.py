@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from moe_ckpt.errors import UnsupportedError
-from moe_ckpt.format.dtypes import dtype_name
+from moe_ckpt.format.shard import dtype_name
 from moe_ckpt.ledger.coverage import Box, prove_cover
 from moe_ckpt.modeling.blocks import block_of, own_rows
 from moe_ckpt.modeling.discover import build_catalog

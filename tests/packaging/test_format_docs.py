@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from moe_ckpt.format import FORMAT_VERSION
-from moe_ckpt.format.dtypes import TORCH_DTYPES
 from moe_ckpt.format.manifest import FileRecord, LayerRecord, Manifest, ModelRecord, Part, PartRecord, StateRecord
 from moe_ckpt.format.run_records import Finished, Identity
 from moe_ckpt.format.sealed import unseal
+from moe_ckpt.format.shard import TORCH_DTYPES
 from tests.support.store_builder import TinyRun, example
 
 ROOT = Path(__file__).parents[2]

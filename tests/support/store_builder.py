@@ -19,7 +19,6 @@ import torch
 import xxhash
 
 from moe_ckpt.format import FORMAT_VERSION
-from moe_ckpt.format.dtypes import TORCH_DTYPES, dtype_name
 from moe_ckpt.format.manifest import (
     MANIFEST_NAME,
     STORE_NAME,
@@ -40,7 +39,7 @@ from moe_ckpt.format.manifest import (
 )
 from moe_ckpt.format.run_records import Identity
 from moe_ckpt.format.sealed import Fragment, digest, seal
-from moe_ckpt.format.shard import ShardHeader, SliceEntry, encode_header, lay_out
+from moe_ckpt.format.shard import TORCH_DTYPES, ShardHeader, SliceEntry, dtype_name, encode_header, lay_out
 from moe_ckpt.format.tree import encode_tree
 from moe_ckpt.ledger.coverage import Box
 from moe_ckpt.modeling.training_state import specs_of

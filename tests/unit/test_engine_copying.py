@@ -14,8 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 
-from moe_ckpt.format.dtypes import TORCH_DTYPES, dtype_name
-from moe_ckpt.format.shard import SliceEntry, lay_out
+from moe_ckpt.format.shard import TORCH_DTYPES, SliceEntry, dtype_name, lay_out
 from moe_ckpt.slices import copying
 from moe_ckpt.slices.copying import Copier, Copy, CopyProgram, carry_out
 from moe_ckpt.slices.cuts import Shelf, SliceSource

@@ -18,8 +18,16 @@ from moe_ckpt.core.placement import everywhere
 from moe_ckpt.core.step import Contents, WindowPlace
 from moe_ckpt.core.window import Window
 from moe_ckpt.errors import CoverageError
-from moe_ckpt.format.dtypes import TORCH_DTYPES, dtype_name
-from moe_ckpt.format.shard import REPLAY, ShardHeader, SliceEntry, encode_header, lay_out, seal_of
+from moe_ckpt.format.shard import (
+    REPLAY,
+    TORCH_DTYPES,
+    ShardHeader,
+    SliceEntry,
+    dtype_name,
+    encode_header,
+    lay_out,
+    seal_of,
+)
 from moe_ckpt.ledger.coverage import PRIME, cover_sum
 from moe_ckpt.modeling.training_state import specs_of
 from moe_ckpt.ports import StateTensor

@@ -14,16 +14,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_ckpt.errors import CoverageError, DamagedError, UnsupportedError
-from moe_ckpt.format.dtypes import TORCH_DTYPES, dtype_name, itemsize
 from moe_ckpt.format.shard import (
     ALIGNMENT,
     METADATA_KEY,
     SEAL,
+    TORCH_DTYPES,
     ShardHeader,
     SliceEntry,
     decode_header,
+    dtype_name,
     encode_header,
     head_of,
+    itemsize,
     lay_out,
     require_distinct,
     seal_of,

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from moe_ckpt.errors import ConfigError, UnencodableStateError, UnsupportedError
-from moe_ckpt.format.dtypes import dtype_name
+from moe_ckpt.format.shard import dtype_name
 from moe_ckpt.format.tree import decode_tree, encode_tree
 from moe_ckpt.modeling.discover import build_catalog
 from moe_ckpt.modeling.names import tied_aliases

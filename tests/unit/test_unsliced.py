@@ -7,7 +7,7 @@ import torch
 
 from moe_ckpt.errors import UnsupportedError
 from moe_ckpt.format.contents import UNSLICED, described, made, state_contents
-from moe_ckpt.format.dtypes import TORCH_DTYPES
+from moe_ckpt.format.shard import TORCH_DTYPES
 from moe_ckpt.format.tree import decode_tree, encode_tree
 from tests.support.store_builder import generators
 

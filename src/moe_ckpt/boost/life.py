@@ -21,7 +21,7 @@ from moe_ckpt.boost.arithmetic import deal, parts_of
 from moe_ckpt.boost.layer import BoostPort, LayerBoost
 from moe_ckpt.comm.communicator import largest
 from moe_ckpt.core.tokens import Counts, FaultRecord
-from moe_ckpt.driver.guests import CapacityBoost, Plain
+from moe_ckpt.driver.host import CapacityBoost
 from moe_ckpt.errors import MoECheckpointError, StoreError
 from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.modeling.routing import counts_on_host
@@ -66,7 +66,12 @@ class Boosting(CapacityBoost):
     # --- once, after a resume ---
 
     def begin(
-        self, plain: Plain, fault: FaultRecord, run_ledger: RunLedger, manifest: Manifest, reader: StoreReader | None
+        self,
+        plain: Mapping[str, Any],
+        fault: FaultRecord,
+        run_ledger: RunLedger,
+        manifest: Manifest,
+        reader: StoreReader | None,
     ) -> None:
         lacking, ranks = fault.lacking, manifest.world_size
         stored = plain.get(_KEY, {})
@@ -90,7 +95,9 @@ class Boosting(CapacityBoost):
                     f"{int(outstanding.sum()):,}",
                 )
 
-    def _stored_elsewhere(self, stored: Plain, manifest: Manifest, reader: StoreReader | None) -> Iterable[Plain]:
+    def _stored_elsewhere(
+        self, stored: Mapping[str, Any], manifest: Manifest, reader: StoreReader | None
+    ) -> Iterable[Mapping[str, Any]]:
         """Yields the stored boosts that this rank continues: its own, and those of ranks that no longer exist."""
         for rank in range(self._comm.rank, manifest.world_size, self._comm.world_size):
             try:
@@ -102,7 +109,7 @@ class Boosting(CapacityBoost):
                     *(rank, error),
                 )
 
-    def _set_up(self, stored: Plain, fresh: Counts) -> None:
+    def _set_up(self, stored: Mapping[str, Any], fresh: Counts) -> None:
         """Begins with what is stored of this rank, and with its part of ``fresh`` ``[L, E]`` tokens."""
         boosted = {at for at in self._ports if fresh[at].any() or str(at) in stored.get("left", {})}
         refused = {at: why for at in boosted if (why := self._ports[at].refusal()) is not None}
@@ -179,7 +186,7 @@ class Boosting(CapacityBoost):
             self._ports[at].detach()
         self._run_ledger = None
 
-    def _summed(self, stored: Iterable[Plain]) -> Counts:
+    def _summed(self, stored: Iterable[Mapping[str, Any]]) -> Counts:
         """``[L, E]`` tokens left in ``stored``, of all ranks together. A collective."""
         table = np.zeros(self._shape, dtype=np.int64)
         for plain in stored:
@@ -189,7 +196,7 @@ class Boosting(CapacityBoost):
         return total
 
 
-def _state(rank: int, manifest: Manifest, reader: StoreReader | None) -> Plain:
+def _state(rank: int, manifest: Manifest, reader: StoreReader | None) -> Mapping[str, Any]:
     if reader is None:
         raise StoreError(f"the state of rank {rank} is not in this node's memory")
     return reader.state(manifest, rank)

@@ -21,7 +21,7 @@ from moe_ckpt.callbacks.loop_position import end_whole_epoch, forget_broken_fit,
 from moe_ckpt.callbacks.step_log import StepLog
 from moe_ckpt.callbacks.support import boost_refusal, buckets_of, inexact, require_restartable, warn_of_timers
 from moe_ckpt.callbacks.update_watch import UpdateWatch
-from moe_ckpt.driver.guests import GradientLogging
+from moe_ckpt.driver.host import GradientLogging
 from moe_ckpt.driver.run import CLOSE_SECS, Driver
 from moe_ckpt.driver.states import Action, Moment, State
 from moe_ckpt.driver.torch_model import open_torch

@@ -32,7 +32,7 @@ from moe_ckpt.callbacks.fit import Fit
 from moe_ckpt.callbacks.loop_position import leave_broken_validation, update_plateaus
 from moe_ckpt.callbacks.step_log import StepLog
 from moe_ckpt.callbacks.support import STATE_KEY, sharding_of, warn_of_partial_means
-from moe_ckpt.driver.guests import SealingSurvivors
+from moe_ckpt.driver.host import SealingSurvivors
 from moe_ckpt.driver.run import CLOSE_SECS
 from moe_ckpt.driver.states import Moment
 from moe_ckpt.errors import ConfigError

@@ -9,8 +9,7 @@ from typing import Any, TypeVar
 from torch.utils.data import DataLoader
 
 from moe_ckpt.driver.changes import Change
-from moe_ckpt.driver.guests import SealingSurvivors
-from moe_ckpt.driver.host import End, Host, Stateful, require_framework
+from moe_ckpt.driver.host import End, Host, SealingSurvivors, Stateful, require_framework
 from moe_ckpt.driver.run import CLOSE_SECS, Driver
 from moe_ckpt.driver.states import State
 from moe_ckpt.errors import ConfigError

@@ -16,8 +16,7 @@ from moe_ckpt.core.operators import Catalog, missed_steps
 from moe_ckpt.core.placement import Placement, everywhere
 from moe_ckpt.core.tokens import FaultRecord
 from moe_ckpt.driver.changes import say_changes
-from moe_ckpt.driver.guests import CapacityBoost, GradientLogging, LocalizedRecovery, SealingSurvivors
-from moe_ckpt.driver.host import Host
+from moe_ckpt.driver.host import CapacityBoost, GradientLogging, Host, LocalizedRecovery, SealingSurvivors
 from moe_ckpt.driver.messages import Messages
 from moe_ckpt.driver.states import Action, Advice, Lifecycle, Moment, State
 from moe_ckpt.errors import SaveFailedError

@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from moe_ckpt.format.dtypes import TORCH_DTYPES, dtype_name
 from moe_ckpt.format.manifest import MOST_RANKS, RANK
 from moe_ckpt.format.schema import (
     Check,
@@ -31,6 +30,7 @@ from moe_ckpt.format.schema import (
     value,
     whole,
 )
+from moe_ckpt.format.shard import TORCH_DTYPES, dtype_name
 
 STATE_FILE: Schema = {
     "run_id": text,

@@ -17,10 +17,10 @@ import torch
 
 from moe_ckpt.errors import DamagedError, StoreError, UnencodableStateError, UnsupportedError
 from moe_ckpt.format import FORMAT_VERSION
-from moe_ckpt.format.dtypes import TORCH_DTYPES, dtype_name
 from moe_ckpt.format.manifest import MOST_UNIX_SECS, check_version
 from moe_ckpt.format.schema import Schema, anything, listing, mapping, number, one_of, require, row, text, whole
 from moe_ckpt.format.sealed import seal, unseal
+from moe_ckpt.format.shard import TORCH_DTYPES, dtype_name
 from moe_ckpt.format.tree import decode_tree, encode_tree
 
 FINISHED_NAME = "finished.json"

@@ -20,10 +20,10 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
-from moe_ckpt.errors import CoverageError, DamagedError
+from moe_ckpt.errors import CoverageError, DamagedError, UnsupportedError
 from moe_ckpt.format import FORMAT_VERSION
-from moe_ckpt.format.dtypes import TORCH_DTYPES, itemsize
 from moe_ckpt.format.manifest import RANK
 from moe_ckpt.format.schema import (
     MOST_WHOLE,
@@ -49,6 +49,48 @@ GRADIENT = "grad/"
 """Before ``<optimizer>/<fqn>``: the key of what the step's update consumed (gradient logs, in memory only)."""
 MAX_HEADER_BYTES = 1 << 28
 _json = json.JSONEncoder(separators=(",", ":")).encode
+TORCH_DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""Names of dtypes in headers -> torch's."""
+_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+
+
+def dtype_name(dtype: torch.dtype, of: str | None = None) -> str:
+    """Header name of a torch dtype.
+
+    Args:
+        dtype: Of a tensor.
+        of: What the tensor is, for the message.
+
+    Raises:
+        UnsupportedError: The format cannot hold it.
+    """
+    try:
+        return _NAMES[dtype]
+    except KeyError:
+        named = "" if of is None else f"{of}: "
+        raise UnsupportedError(
+            f"{named}tensors of {dtype} cannot be stored; supported are {', '.join(map(str, _NAMES))}. Keep it in one "
+            "of these; a buffer that each start computes again may be registered with persistent=False"
+        ) from None
+
+
+def itemsize(name: str) -> int:
+    """Bytes per element of a header dtype name. Raises ``KeyError`` for an unknown name."""
+    return TORCH_DTYPES[name].itemsize
 
 
 @dataclass(frozen=True)

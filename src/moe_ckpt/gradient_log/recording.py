@@ -10,9 +10,8 @@ from torch.optim import Optimizer
 
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.errors import ConfigError, UnsupportedError
-from moe_ckpt.format.dtypes import TORCH_DTYPES, itemsize
 from moe_ckpt.format.sealed import FixedStrings
-from moe_ckpt.format.shard import GRADIENT
+from moe_ckpt.format.shard import GRADIENT, TORCH_DTYPES, itemsize
 from moe_ckpt.gradient_log.capture import ConsumedGradients, GradientCapture, GradientConsumer
 from moe_ckpt.gradient_log.edits import EditedSteps, EditWatch, Named
 from moe_ckpt.gradient_log.optimizers import OptimizerReplay, Update

@@ -25,8 +25,7 @@ from moe_ckpt.reading.memory.slot_storage import OpenedMemory, Span
 from moe_ckpt.reading.restore import box_of, copy_slices, parameters_of, require_fitting
 from moe_ckpt.reading.slices import find_damage
 from moe_ckpt.reading.together import together
-from moe_ckpt.recovery.executing import Recovery, Restored, opening, rank_of_state, say_plan
-from moe_ckpt.recovery.sources import StorageSource, planned
+from moe_ckpt.recovery.executing import Recovery, Restored, StorageSource, opening, planned, rank_of_state, say_plan
 
 log = logging.getLogger("moe_ckpt")
 

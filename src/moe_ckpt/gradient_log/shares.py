@@ -18,10 +18,9 @@ import torch
 
 from moe_ckpt.core.operators import Span
 from moe_ckpt.errors import CoverageError, NoCheckpointError
-from moe_ckpt.format.dtypes import TORCH_DTYPES
 from moe_ckpt.format.manifest import state_path
 from moe_ckpt.format.sealed import seal, unseal
-from moe_ckpt.format.shard import SliceEntry
+from moe_ckpt.format.shard import TORCH_DTYPES, SliceEntry
 from moe_ckpt.gradient_log.optimizers import WEIGHT, OptimizerKind, TensorBlock, detached
 from moe_ckpt.gradient_log.replaying import PLAIN, LoggedSteps, LogReplayer, anchors_of, plain_of
 from moe_ckpt.gradient_log.units import Device, Unit, UnitBlock, UpdateLayout

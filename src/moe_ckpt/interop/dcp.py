@@ -26,7 +26,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 
 from moe_ckpt.errors import DamagedError, MoECheckpointError, UserError
-from moe_ckpt.format.dtypes import TORCH_DTYPES
+from moe_ckpt.format.shard import TORCH_DTYPES
 from moe_ckpt.interop.whole import WholeCheckpoint, whole
 from moe_ckpt.ledger.coverage import Box
 from moe_ckpt.reading.index import StoredSlice

@@ -25,8 +25,8 @@ import torch.distributed as dist
 
 from moe_ckpt.core.user_text import parse_bytes
 from moe_ckpt.errors import ConfigError, MoECheckpointError, StoreUnwritableError, UnsupportedError
-from moe_ckpt.format.dtypes import TORCH_DTYPES
 from moe_ckpt.format.manifest import Manifest, age_of
+from moe_ckpt.format.shard import TORCH_DTYPES
 from moe_ckpt.interop.safetensors import MAX_FILE_BYTES, Progress, write_for_hub, write_safetensors
 from moe_ckpt.interop.whole import WholeCheckpoint, lightning_checkpoint, whole
 from moe_ckpt.reading.memory.memory_outside import memory_step

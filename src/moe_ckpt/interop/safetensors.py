@@ -18,8 +18,7 @@ from typing import Any
 import torch
 
 from moe_ckpt.errors import ConfigError, DamagedError, NoCheckpointError
-from moe_ckpt.format.dtypes import TORCH_DTYPES, dtype_name
-from moe_ckpt.format.shard import MAX_HEADER_BYTES
+from moe_ckpt.format.shard import MAX_HEADER_BYTES, TORCH_DTYPES, dtype_name
 from moe_ckpt.interop.hub_names import HubModel
 from moe_ckpt.interop.whole import WholeCheckpoint
 from moe_ckpt.ledger.coverage import Box

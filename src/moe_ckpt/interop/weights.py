@@ -18,8 +18,8 @@ from torch import nn
 
 from moe_ckpt.comm.communicator import largest
 from moe_ckpt.errors import CoverageError, NoCheckpointError, StepRemovedError, StoreError
-from moe_ckpt.format.dtypes import TORCH_DTYPES, dtype_name
 from moe_ckpt.format.manifest import Manifest
+from moe_ckpt.format.shard import TORCH_DTYPES, dtype_name
 from moe_ckpt.interop.safetensors import SUFFIX, FileTensor, model_files, read_block, read_tables
 from moe_ckpt.interop.whole import module_buffers
 from moe_ckpt.modeling import module_state

@@ -381,7 +381,7 @@ class Rejoining:
         self._go_on(None)
 
     def step_replayed(self, tokens: Deferred[StepTokens], *, last: bool) -> None:
-        """See ``driver.guests.LocalizedRecovery``."""
+        """See ``driver.host.LocalizedRecovery``."""
         self._session.comm.everyone(b"")
         if last:
             self._go_on(tokens)

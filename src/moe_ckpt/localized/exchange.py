@@ -12,7 +12,7 @@ import torch
 import xxhash
 
 from moe_ckpt.errors import DamagedError, ReplayDivergedError
-from moe_ckpt.format.dtypes import TORCH_DTYPES, dtype_name
+from moe_ckpt.format.shard import TORCH_DTYPES, dtype_name
 from moe_ckpt.localized.log_files import SEND, Channel, Message, SealedLog
 from moe_ckpt.localized.segments import LocalRecovery, LogGap, log_gap
 from moe_ckpt.ports import Communicator

@@ -21,11 +21,10 @@ import xxhash
 
 from moe_ckpt.errors import DamagedError, MemoryFullError
 from moe_ckpt.format import FORMAT_VERSION
-from moe_ckpt.format.dtypes import TORCH_DTYPES, dtype_name, itemsize
 from moe_ckpt.format.manifest import MOST_RANKS
 from moe_ckpt.format.schema import Schema, one_of, require, row, text, whole
 from moe_ckpt.format.sealed import seal, unseal
-from moe_ckpt.format.shard import MAX_HEADER_BYTES
+from moe_ckpt.format.shard import MAX_HEADER_BYTES, TORCH_DTYPES, dtype_name, itemsize
 from moe_ckpt.memory.directory import MESSAGES_SUFFIX, SEALED_SUFFIX, log_path
 from moe_ckpt.storage.local import PRIVATE, read_up_to
 
@@ -88,7 +87,7 @@ class Message:
     Attributes:
         channel: It came through.
         number: Of the message in its channel and step, from 0, in the order of the program.
-        dtype: As named in headers (``format.dtypes``).
+        dtype: As named in headers (``format.shard``).
         shape: Of the tensor.
         checksum: XXH3-64 of its bytes.
     """

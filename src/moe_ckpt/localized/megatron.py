@@ -8,7 +8,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from moe_ckpt.driver.guests import LocalizedRecovery
+from moe_ckpt.driver.host import LocalizedRecovery
 from moe_ckpt.driver.run import Driver
 from moe_ckpt.errors import ConfigError, UnsupportedError
 from moe_ckpt.localized.attempt import LocalAttempt, LocalPart, Rejoining

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from moe_ckpt.errors import UnsupportedError
-from moe_ckpt.format.dtypes import dtype_name
+from moe_ckpt.format.shard import dtype_name
 from moe_ckpt.localized.log_files import Channel, LogHeader, LogWriter, SealedLog, remove_log
 from moe_ckpt.memory.directory import log_path
 from moe_ckpt.threads import TaskThread, ThreadName

@@ -13,8 +13,7 @@ from torch import nn
 from moe_ckpt.comm.communicator import make_communicator
 from moe_ckpt.core.operators import grid_of
 from moe_ckpt.driver.attached import AttachedCheckpoint
-from moe_ckpt.driver.guests import GradientLogging
-from moe_ckpt.driver.host import Stateful
+from moe_ckpt.driver.host import GradientLogging, Stateful
 from moe_ckpt.driver.states import Action, Moment
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.megatron.host import MegatronHost, all_stateful

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.format.dtypes import TORCH_DTYPES, dtype_name
 from moe_ckpt.format.sealed import FixedStrings
+from moe_ckpt.format.shard import TORCH_DTYPES, dtype_name
 from moe_ckpt.interop import weights
 from moe_ckpt.megatron import optimizers
 from moe_ckpt.megatron.blocks import BlockPart, Placed, placed_blocks

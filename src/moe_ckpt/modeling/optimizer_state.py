@@ -24,8 +24,8 @@ from torch.optim import Optimizer
 
 from moe_ckpt.errors import ConfigError, UnencodableStateError, UnsupportedError, optimizer_changed
 from moe_ckpt.format.contents import described
-from moe_ckpt.format.dtypes import TORCH_DTYPES
 from moe_ckpt.format.sealed import FixedStrings
+from moe_ckpt.format.shard import TORCH_DTYPES
 from moe_ckpt.modeling.blocks import block_in, is_dtensor
 from moe_ckpt.modeling.watching import Entries
 from moe_ckpt.ports import TensorMeta

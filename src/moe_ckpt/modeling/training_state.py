@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from moe_ckpt.errors import ConfigError, UnsupportedError
 from moe_ckpt.format import contents
-from moe_ckpt.format.dtypes import dtype_name
+from moe_ckpt.format.shard import dtype_name
 from moe_ckpt.modeling import module_state, pretrained
 from moe_ckpt.modeling.blocks import block_of, fsdp_modules, is_dtensor, is_sharded, reshard
 from moe_ckpt.modeling.module_state import Frozen, freeze

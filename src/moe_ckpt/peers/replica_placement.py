@@ -165,7 +165,8 @@ def _fill_up(peers: list[list[int]], domains: Sequence[Sequence[str]], order: Se
             first = int(fullness.argmin())
             if fullness[first] < np.inf:
                 span = spans[domains[groups[first][0]][-1]]
-                return span.start + int(np.where(fullness[span] < np.inf, per_rank[span], np.inf).argmin())
+                in_span = np.where(fullness[span] < np.inf, per_rank[span], np.inf)
+                return int(span.start + in_span.argmin())
         return None
 
     for copies in range(1, replicas + 1):

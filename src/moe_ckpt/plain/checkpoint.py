@@ -17,8 +17,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from moe_ckpt.driver.attached import AttachedCheckpoint
-from moe_ckpt.driver.guests import GradientLogging
-from moe_ckpt.driver.host import Stateful
+from moe_ckpt.driver.host import GradientLogging, Stateful
 from moe_ckpt.driver.run import Driver
 from moe_ckpt.driver.states import Action, Moment
 from moe_ckpt.driver.torch_model import open_torch

@@ -96,7 +96,7 @@ class TensorIndex:
     replay: Mapping[int, Mapping[str, tuple[StoredSlice, ...]]] = field(default_factory=dict)
 
     def meta(self, key: str) -> TensorMeta:
-        """Returns dtype (as in headers, see ``format.dtypes``) and global shape of a tensor."""
+        """Returns dtype (as in headers, see ``format.shard``) and global shape of a tensor."""
         entry = self.tensors[key][0].entry
         return TensorMeta(entry.dtype, entry.global_shape, entry.on_param_device)
 

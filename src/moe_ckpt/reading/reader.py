@@ -25,7 +25,6 @@ from moe_ckpt.errors import (
     sparse_window,
 )
 from moe_ckpt.format.contents import STATE_FILE, state_contents
-from moe_ckpt.format.dtypes import TORCH_DTYPES
 from moe_ckpt.format.manifest import (
     MANIFEST_NAME,
     STORE_NAME,
@@ -43,7 +42,7 @@ from moe_ckpt.format.manifest import (
 from moe_ckpt.format.run_records import Identity
 from moe_ckpt.format.schema import require, shown
 from moe_ckpt.format.sealed import digest, unseal
-from moe_ckpt.format.shard import ShardHeader
+from moe_ckpt.format.shard import TORCH_DTYPES, ShardHeader
 from moe_ckpt.format.tree import decode_tree
 from moe_ckpt.reading import index as indexing
 from moe_ckpt.reading.index import StoredSlice, TensorIndex

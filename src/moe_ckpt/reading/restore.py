@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from moe_ckpt.errors import ConfigError, CoverageError
-from moe_ckpt.format.dtypes import TORCH_DTYPES
 from moe_ckpt.format.manifest import Manifest
+from moe_ckpt.format.shard import TORCH_DTYPES
 from moe_ckpt.ledger.coverage import Box
 from moe_ckpt.ports import StateTensor, TensorSpec, TrainingState
 from moe_ckpt.reading.index import StoredSlice, TensorIndex, overlapping, split_key

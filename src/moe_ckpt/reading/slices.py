@@ -9,7 +9,7 @@ import torch
 import xxhash
 
 from moe_ckpt.errors import DamagedError, StoreError, StoreForbiddenError, StoreUnreadableError
-from moe_ckpt.format.dtypes import TORCH_DTYPES
+from moe_ckpt.format.shard import TORCH_DTYPES
 from moe_ckpt.ledger.coverage import Box
 from moe_ckpt.reading.index import StoredSlice
 from moe_ckpt.storage.base import Storage

@@ -19,8 +19,8 @@ import torch
 
 from moe_ckpt.comm.communicator import largest
 from moe_ckpt.errors import DamagedError, NoCheckpointError, NotFiniteError, OtherLayoutError
-from moe_ckpt.format.dtypes import TORCH_DTYPES
 from moe_ckpt.format.manifest import Manifest, age_of
+from moe_ckpt.format.shard import TORCH_DTYPES
 from moe_ckpt.notices import announce
 from moe_ckpt.ports import Communicator, StateTensor, TrainingState
 from moe_ckpt.reading.index import split_key
@@ -40,9 +40,8 @@ from moe_ckpt.reading.together import (
     raise_on_all_ranks,
     together,
 )
-from moe_ckpt.recovery.executing import Admits, Opener, OpenLog, Recovery, Restored, open_dense
+from moe_ckpt.recovery.executing import Admits, Opener, OpenLog, Recovery, Restored, StorageSource, open_dense
 from moe_ckpt.recovery.recovery_plan import first_choice
-from moe_ckpt.recovery.sources import StorageSource
 from moe_ckpt.storage.base import Storage
 from moe_ckpt.tiers.host_tier import HostTier
 from moe_ckpt.tiers.memory_tier import MemoryTier

@@ -14,7 +14,7 @@ import numpy as np
 from moe_ckpt.core.operators import Catalog, Operator, OperatorKind, Remembered, Span
 from moe_ckpt.core.placement import Name, Placement, RowRange, ShardingUnit, Shares, in_dealing_order, shares_adaptive
 from moe_ckpt.core.window import OperatorBytes
-from moe_ckpt.format.dtypes import itemsize
+from moe_ckpt.format.shard import itemsize
 from moe_ckpt.ports import StateTensor, TensorSpec
 from moe_ckpt.slices.cuts import Numbers
 

@@ -19,8 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from moe_ckpt.format.dtypes import TORCH_DTYPES
-from moe_ckpt.format.shard import SliceEntry, moved
+from moe_ckpt.format.shard import TORCH_DTYPES, SliceEntry, moved
 from moe_ckpt.memory.mapping import LOCK_NBYTES
 from moe_ckpt.ports import GatedTransfer, TransferGate
 from moe_ckpt.slices.cuts import (

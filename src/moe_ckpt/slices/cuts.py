@@ -17,8 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from moe_ckpt.format.dtypes import TORCH_DTYPES, itemsize
-from moe_ckpt.format.shard import REPLAY, SliceEntry
+from moe_ckpt.format.shard import REPLAY, TORCH_DTYPES, SliceEntry, itemsize
 from moe_ckpt.ledger.coverage import cover_sum
 
 Numbers = npt.NDArray[np.int64]

@@ -13,8 +13,7 @@ import numpy as np
 
 from moe_ckpt.core.operators import Catalog, Operator, Span
 from moe_ckpt.core.placement import Placement
-from moe_ckpt.format.dtypes import dtype_name, itemsize
-from moe_ckpt.format.shard import REPLAY, SliceEntry
+from moe_ckpt.format.shard import REPLAY, SliceEntry, dtype_name, itemsize
 from moe_ckpt.ports import StateTensor, TensorSpec
 from moe_ckpt.slices.assignment import (
     ComputeTypes,

@@ -12,9 +12,8 @@ import torch
 
 from moe_ckpt.core.step import Contents, Facts, Step
 from moe_ckpt.core.tokens import Counts
-from moe_ckpt.format.dtypes import dtype_name
 from moe_ckpt.format.manifest import step_dir
-from moe_ckpt.format.shard import Checksums, SliceEntry
+from moe_ckpt.format.shard import Checksums, SliceEntry, dtype_name
 from moe_ckpt.format.tree import encode_tree
 from moe_ckpt.ledger.freshness import UNKNOWN
 from moe_ckpt.memory.arena import Buffer

@@ -11,8 +11,7 @@ import time
 from collections.abc import Iterator
 
 from moe_ckpt.core.user_text import human_bytes
-from moe_ckpt.driver.guests import LocalizedRecovery
-from moe_ckpt.driver.host import Host
+from moe_ckpt.driver.host import Host, LocalizedRecovery
 from moe_ckpt.driver.states import Moment
 from moe_ckpt.notices import announce
 from moe_ckpt.survivors.newest_step import Survived, Survivor

@@ -27,9 +27,8 @@ from pathlib import Path
 import torch
 import xxhash
 
-from moe_ckpt.format.dtypes import TORCH_DTYPES
 from moe_ckpt.format.manifest import ModelRecord, step_dir
-from moe_ckpt.format.shard import SliceEntry
+from moe_ckpt.format.shard import TORCH_DTYPES, SliceEntry
 from moe_ckpt.format.slot import SlotHeader
 from moe_ckpt.memory.arena import Buffer
 from moe_ckpt.memory.directory import RankDirectory
@@ -192,8 +191,7 @@ BufferTier = HostTier | MemoryTier
 
 For each snapshot that goes to storage the persist thread calls ``offer`` and then ``ended``; the training thread calls
 ``drop`` where it finds no buffer; ``retire`` ends it. Storage has no such class, for its unit is the commit of all
-ranks (``commit.persisting``), not a buffer of one. What each of the three has after a failure:
-``recovery.sources.Source``.
+ranks (``commit.persisting``), not a buffer of one.
 """
 
 

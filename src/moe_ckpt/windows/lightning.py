@@ -21,7 +21,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from moe_ckpt.callbacks.support import inexact, overrides
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.format.dtypes import dtype_name
+from moe_ckpt.format.shard import dtype_name
 from moe_ckpt.modeling.bucket_order import BucketOrder
 from moe_ckpt.modeling.names import is_compiled
 from moe_ckpt.recovery.replay import StepReplay, same_plain

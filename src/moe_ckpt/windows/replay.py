@@ -19,9 +19,8 @@ from moe_ckpt.reading.index import StoredSlice, TensorIndex, split_key
 from moe_ckpt.reading.reader import StoreReader
 from moe_ckpt.reading.restore import MODEL, require_fitting
 from moe_ckpt.reading.shared_reading import load_slices
-from moe_ckpt.recovery.executing import Recovery, Restored
+from moe_ckpt.recovery.executing import Recovery, Restored, StorageSource
 from moe_ckpt.recovery.replay import Plain, StepReplay
-from moe_ckpt.recovery.sources import StorageSource
 
 
 def open_window(recovery: Recovery, reader: StoreReader, manifest: Manifest) -> tuple[Restored, StorageSource]:
@@ -110,10 +109,8 @@ class WindowSource(StorageSource):
         self._replay = replay
         self._kinds = (self._index.tensors, *self._index.replay.values())  # so that the replay cannot fail half way
 
-    def prepare(self, state: TrainingState) -> None:
-        """Does nothing: the replay creates optimizer state step by step."""
-
     def prepare_and_write(self, state: TrainingState) -> None:
-        """Writes the window's first step; there is nothing to prepare. A collective if reading is shared."""
+        """Writes the window's first step: the replay creates optimizer state step by step. A collective if reading is
+        shared."""
         self._replay.shared = self.shared
         self._replay.load()

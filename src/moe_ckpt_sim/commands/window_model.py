@@ -13,9 +13,8 @@ from moe_ckpt.core.placement import everywhere
 from moe_ckpt.core.tokens import Counts, TokenBook
 from moe_ckpt.core.window import OperatorBytes
 from moe_ckpt.errors import DamagedError
-from moe_ckpt.format.dtypes import itemsize
 from moe_ckpt.format.manifest import MANIFEST_NAME, Manifest
-from moe_ckpt.format.shard import SliceEntry
+from moe_ckpt.format.shard import SliceEntry, itemsize
 from moe_ckpt.policies.base import Measured, MemoryFacts, ModelFacts, PolicyContext, RunFacts, TokenFacts
 from moe_ckpt.reading.reader import StoreReader
 

@@ -29,7 +29,7 @@ from moe_ckpt.format.profile import (
     Life,
     OperatorRow,
     ProfiledModel,
-    decode_profile,
+    earlier_lives,
     encode_life,
     encode_model,
     encode_profile,
@@ -317,17 +317,16 @@ class ProfileWriter:
         """Continue the file that is there, if it is one of this model."""
         remove_temporaries_of(self._path)
         try:
-            profile = decode_profile(read_whole(self._path, MAX_PROFILE_BYTES), self._path)
+            fingerprint, model, lives = earlier_lives(read_whole(self._path, MAX_PROFILE_BYTES), self._path)
         except FileNotFoundError:
             return
         except (DamagedError, FormatVersionError) as error:
             self._put_aside(str(error))
             return
-        if profile.fingerprint != self._fingerprint:
+        if fingerprint != self._fingerprint:
             self._put_aside(f"{self._path} is of another model")
             return
-        self._model = encode_model(profile.model)
-        self._earlier = tuple(map(encode_life, profile.lives[1 - _MOST_LIVES :]))
+        self._model, self._earlier = model, tuple(lives[1 - _MOST_LIVES :])
 
     def _put_aside(self, reason: str) -> None:
         aside = next(name for n in range(1, 10000) if not os.path.lexists(name := f"{self._path}.aside-{n}"))

@@ -14,7 +14,7 @@ from moe_ckpt.megatron import checkpoint, host, optimizers
 from moe_ckpt.megatron.training_state import MegatronTrainingState
 from moe_ckpt.modeling.rng import restore_rng
 from moe_ckpt.reading import shared_reading
-from moe_ckpt.recovery import sources
+from moe_ckpt.recovery import executing
 from moe_ckpt.windows import replay
 
 
@@ -50,7 +50,7 @@ def _load_only(wanted: Callable[[str], bool]) -> None:
     def some(reader: Any, stored_of: Mapping[str, Any], tensors: Any, shared: Any = None) -> None:
         load(reader, {key: stored for key, stored in stored_of.items() if wanted(key)}, tensors, shared)
 
-    replay.load_slices = sources.load_slices = some
+    replay.load_slices = executing.load_slices = some
 
 
 def experts_swapped() -> None:

@@ -111,7 +111,7 @@ RECORDS = {
     "moe_ckpt.format.manifest.OperatorRecord": "step files",
     "moe_ckpt.format.manifest.LayerRecord": "name experts top_k",
     "moe_ckpt.format.manifest.ModelRecord": "fingerprint layers aliases",
-    "moe_ckpt.format.profile.Profile": "fingerprint model lives",
+    "moe_ckpt_sim.planner.profile_document.Profile": "fingerprint model lives",
     "moe_ckpt.format.profile.ProfiledModel": "layers operators",
     "moe_ckpt.format.profile.OperatorRow": "id count elements full_bytes compute_bytes stage gradient_bytes "
     "weight_bytes",

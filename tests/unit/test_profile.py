@@ -28,9 +28,8 @@ from moe_ckpt.format.manifest import LayerRecord
 from moe_ckpt.format.profile import (
     Life,
     OperatorRow,
-    Profile,
     ProfiledModel,
-    decode_profile,
+    earlier_lives,
     encode_life,
     encode_model,
     encode_profile,
@@ -48,6 +47,7 @@ from moe_ckpt_sim.cluster.cluster import Parallel
 from moe_ckpt_sim.cluster.surviving import Survivors
 from moe_ckpt_sim.failures.failures import NoFailures, Poisson
 from moe_ckpt_sim.planner.profile import RunProfile, read_profile, scenario_from
+from moe_ckpt_sim.planner.profile_document import Profile, decode_profile
 from moe_ckpt_sim.run.run import simulate
 from moe_ckpt_sim.run.system import System
 from tests.unit import engine_parts
@@ -141,6 +141,7 @@ def plain():
 @pytest.mark.parametrize("profile", [PROFILE, Profile("f"), replace(PROFILE, model=None)])
 def test_round_trip(profile):
     assert decode_profile(encoded(profile), "p") == profile
+    assert encode_profile(*earlier_lives(encoded(profile), "p")) == encoded(profile)
 
 
 def test_every_field_of_a_life_is_checked():

@@ -73,12 +73,15 @@ def open_memory(run: RunContext, run_id: str, generation: int) -> HostMemory:
     settings, memory = run.settings, run.settings.memory
     agreed = _agree(run, memory, run_id)
     if memory is None:
-        left_here = host_tier.claimable_bytes(run.storage.root, run_id, run.comm.rank)
         ranks = settings.local_ranks
-        budget = settings.host_memory_bytes or default_budget_bytes(ranks, left_here * ranks)  # each has left as much
-        pool = BufferPool(budget, pinned=settings.pinned)
-        pool.map_private()
-        return HostMemory(pool, host_tier.claim(run, run_id, pool), generation, agreed.life)
+
+        def make(left: int) -> BufferPool:
+            budget = settings.host_memory_bytes or default_budget_bytes(ranks, left * ranks)  # each has left as much
+            pool = BufferPool(budget, pinned=settings.pinned)
+            pool.map_private()
+            return pool
+
+        return HostMemory(*host_tier.claim(run, run_id, make), generation, agreed.life)
     generation = max(generation, agreed.newest + 1)
     files, slots = _take_over_on_all_ranks(run, memory, run_id, generation, agreed)
     replicator = None

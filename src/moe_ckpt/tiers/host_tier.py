@@ -218,41 +218,30 @@ _registry: list[_Kept] = []
 _registry_lock = threading.Lock()
 
 
-def claim(run: RunContext, run_id: str, pool: BufferPool) -> HostTier:
-    """The tier for a new session on a store: what an earlier one left here, or an empty one.
+def claim(run: RunContext, run_id: str, make: Callable[[int], BufferPool]) -> tuple[BufferPool, HostTier]:
+    """Returns the buffers and the tier of a new session on a store: with what an earlier one left here, if any.
 
-    What is left of another run that once used the same directory can never be used again, and is freed. What is
-    left of other stores is skipped: see ``leave`` and ``claimable_bytes``.
+    What is left of another run that once used the same directory can never be used again, and is freed. So is what
+    runs on other stores left, and their storage has, too: it is worth time to a run that may never come back, and room
+    to this one. The rest of other stores is skipped: see ``leave``.
 
     Args:
         run: The session's.
         run_id: Of the store.
-        pool: For the session's buffers.
+        make: Makes the pool of the session's buffers, given the bytes that the tier takes over, whose room they may have.
     """
+    root, rank = run.storage.root, run.comm.rank
     with _registry_lock:
-        earlier, inherited = _claimable(run.storage.root, run_id, run.comm.rank), tuple[FoundSlot, ...]()
+        _forget(lambda one: one.root != root and not one.tier.has_more)
+        candidates = [one for one in _left_by(root, run_id) if isinstance(one.tier, HostTier)]
+        earlier = min(
+            candidates, key=lambda one: one.tier.rank != rank, default=None
+        )  # several where ranks are threads
+        pool, inherited = make(0 if earlier is None else earlier.tier.nbytes), tuple[FoundSlot, ...]()
         if earlier is not None:
             _registry.remove(earlier)
             inherited = earlier.tier.surrender() if isinstance(earlier.tier, HostTier) else ()
-    return HostTier(run.comm.rank, run_id, run.model, pool, SlotHeaders(run).of_share, inherited=inherited)
-
-
-def claimable_bytes(root: str, run_id: str, rank: int) -> int:
-    """Returns the bytes that ``claim`` will take over, whose room the new session's buffers may have.
-
-    What runs on other stores left, and their storage has, too, is freed first: it is worth time to a run that may never
-    come back, and room to this one.
-    """
-    with _registry_lock:
-        _forget(lambda one: one.root != root and not one.tier.has_more)
-        earlier = _claimable(root, run_id, rank)
-        return 0 if earlier is None else earlier.tier.nbytes
-
-
-def _claimable(root: str, run_id: str, rank: int) -> _Kept | None:
-    """What an earlier session left for this one; of several, where ranks are threads, that of this rank."""
-    candidates = [one for one in _left_by(root, run_id) if isinstance(one.tier, HostTier)]
-    return min(candidates, key=lambda one: one.tier.rank != rank, default=None)
+    return pool, HostTier(rank, run_id, run.model, pool, SlotHeaders(run).of_share, inherited=inherited)
 
 
 def begin_in_slots(root: str, run_id: str, rank: int) -> None:

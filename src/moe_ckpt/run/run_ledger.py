@@ -68,13 +68,6 @@ class RoutingActivity:
         self._soft = self._soft if soft is None else self._soft + soft
         self._decayed = _DECAY * self._decayed + (1 - _DECAY) * routed
 
-    def add_often(self, routed: Counts, steps: int) -> None:
-        """``steps`` equal steps; time-decayed activity is set to its limit under them."""
-        self.newest = routed
-        self._hard = self._hard + routed * steps
-        self._soft = self._soft + routed * steps
-        self._decayed = routed.astype(np.float64)
-
     def popularity(self, kind: str | None) -> npt.NDArray[Any]:
         """Returns ``TokenFacts.popularity``.
 

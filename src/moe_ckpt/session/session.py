@@ -408,20 +408,28 @@ class CheckpointSession:
         self._receive()
         self._snapshots.save_complete(step, capture)
 
-    def drain(self, step: int) -> Sequence[Fate]:
+    def drain(self, step: int, *, last: bool = False) -> Sequence[Fate]:
         """Wait until nothing is copied or written any more; returns the snapshots that ended, the newest last.
 
         Args:
             step: The newest one, for the message.
+            last: The run ends, and what it waited for its last snapshot counts as well.
 
         Raises:
             SaveFailedError: Storage did not finish in time.
         """
-        return self._snapshots.drain(step)
+        snapshots, timeout_secs = self._snapshots, self._run.settings.timeout_secs
+        snapshots.pipeline.join()
+        if not snapshots.pipeline.wait(snapshots.end_secs if last else timeout_secs):
+            raise self._not_in_time(step, timeout_secs)
+        return snapshots.pipeline.persister.fates(-1)
 
     def wait(self, step: int) -> None:
         """Waits as ``drain`` does, in training: says what storage did not finish in time, and raises nothing."""
-        self._snapshots.wait(step)
+        try:
+            self.drain(step)
+        except SaveFailedError as error:
+            log.warning("%s. Training continues", error)
 
     def finish(
         self, step: int, capture: Capture, *, save_last: bool, note_end: Callable[[str], None] | None = None
@@ -442,7 +450,7 @@ class CheckpointSession:
         if save_last:
             self.save_complete(step, capture)
         try:
-            ended = self._snapshots.drain(step, last=True)
+            ended = self.drain(step, last=True)
         except SaveFailedError:
             self.close(0.0)
             raise
@@ -467,6 +475,22 @@ class CheckpointSession:
         self._leave(secs)
         self._booking.give_up()
         self._close(secs, keep=True)
+
+    def _not_in_time(self, step: int, secs: float) -> SaveFailedError:
+        """What to raise when earlier snapshots were not out of the way after so long."""
+        pipeline, newest = self._snapshots.pipeline, self.run_ledger.committed_step
+        writing, root = pipeline.persister.writing, self._run.storage.root
+        newest_text = (
+            "no checkpoint is committed" if newest is None else f"the newest checkpoint is that of step {newest}"
+        )
+        if writing is None and pipeline.memory is not None:
+            cause = f"earlier snapshots were still being copied, or sent to peers, after {secs:g} s (timeout_secs)"
+            hint = "check whether this machine has memory left, and whether peers are slow"
+            return SaveFailedError(step, (cause, f"{newest_text} on storage; {hint}, or raise timeout_secs"))
+        cause = f"the storage of {root} did not finish within {secs:g} s (timeout_secs)"
+        if writing is not None:
+            cause += f", it has been writing the checkpoint of step {writing[0]} for {writing[1]:.0f} s"
+        return SaveFailedError(step, (cause, f"{newest_text}; check whether that storage hangs, or raise timeout_secs"))
 
     def _close(self, timeout_secs: float, *, keep: bool) -> None:
         """Stop the threads, and release the store, or leave that to the thread that still writes.

@@ -11,9 +11,9 @@ from typing import Any, cast
 
 from moe_ckpt.comm.communicator import largest
 from moe_ckpt.commit.pipeline import Pipeline
-from moe_ckpt.core.step import Contents, Facts, Fate, PeerPart, SnapshotPlan, Tier, WindowPlace
+from moe_ckpt.core.step import Contents, Facts, PeerPart, SnapshotPlan, Tier, WindowPlace
 from moe_ckpt.core.tokens import Counts
-from moe_ckpt.errors import ConfigError, SaveFailedError
+from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies.base import needs_of
 from moe_ckpt.run.agreement import StepConsensus
 from moe_ckpt.run.context import RunContext
@@ -45,6 +45,7 @@ class Snapshotter:
         backlog: Says which snapshots begin, and where they go; counts those that were left out or waited for.
         updates: That changed weights in this process.
         newest: The snapshot that began last.
+        end_secs: Longest wait for the run's last snapshots, from now on; what was waited for them is gone from it.
     """
 
     def __init__(self, run: RunContext) -> None:
@@ -59,7 +60,7 @@ class Snapshotter:
         self.updates = 0
         self.newest: Snapshot | None = None
         self._run = run
-        self._end_secs = run.settings.timeout_secs
+        self.end_secs = run.settings.timeout_secs
         self._anchored_as: dict[str, int] = {}
         self._begun: set[tuple[int, ...]] = set()
 
@@ -78,7 +79,7 @@ class Snapshotter:
         """
         self.updates += updated
         self.live.forget()
-        self._end_secs = self._run.settings.timeout_secs
+        self.end_secs = self._run.settings.timeout_secs
 
     def plan(self, step: int, consensus: StepConsensus | None = None) -> SnapshotPlan:
         """Returns what to save at ``step``, equally on every rank.
@@ -206,7 +207,7 @@ class Snapshotter:
         """Where some rank's budget is used up, the ranks tell each other what memory has before the step ends: older
         snapshots make room then. A collective, while no step is being agreed on."""
         pipeline, memory = self.pipeline, self.pipeline.memory
-        until = time.monotonic() + self._end_secs
+        until = time.monotonic() + self.end_secs
         while memory is not None:
             lacking = pipeline.room.is_used_up and not memory.is_settled
             if lacking:
@@ -253,29 +254,6 @@ class Snapshotter:
         )
         return cast(Snapshot, snapshot)  # nobody is asked about it, so that it begins
 
-    def drain(self, step: int, *, last: bool = False) -> Sequence[Fate]:
-        """Wait until nothing is copied or written any more; returns the snapshots that ended, the newest last.
-
-        Args:
-            step: The newest one, for the message.
-            last: The run ends, and what it waited for its last snapshot counts as well.
-
-        Raises:
-            SaveFailedError: Storage did not finish in time.
-        """
-        pipeline, timeout_secs = self.pipeline, self._run.settings.timeout_secs
-        pipeline.join()
-        if not pipeline.wait(self._end_secs if last else timeout_secs):
-            raise self._not_in_time(step, timeout_secs)
-        return pipeline.persister.fates(-1)
-
-    def wait(self, step: int) -> None:
-        """Waits as ``drain`` does, in training: says what storage did not finish in time, and raises nothing."""
-        try:
-            self.drain(step)
-        except SaveFailedError as error:
-            log.warning("%s. Training continues", error)
-
     def _begin(
         self,
         plan: SnapshotPlan,
@@ -299,7 +277,7 @@ class Snapshotter:
             before_training: See ``carry_out``.
         """
         settings, live, pipeline = self._run.settings, self.live, self.pipeline
-        patience_secs = self._end_secs if last else settings.timeout_secs
+        patience_secs = self.end_secs if last else settings.timeout_secs
         tensors, specs = live.describe_for(plan)
         relaid = live.note_layout(specs)
         contents, facts = self._contents(plan, relaid, to_storage=to_storage, to_peers=to_peers), self._facts()
@@ -335,7 +313,7 @@ class Snapshotter:
         if self._run.gradients is not None:  # else nobody asks for anchors
             self._note_anchors(entry, plan.together)
         if last:
-            self._end_secs = max(0.0, self._end_secs - (time.perf_counter() - began))
+            self.end_secs = max(0.0, self.end_secs - (time.perf_counter() - began))
         self.backlog.waits += snapshot.waited
         self.booking.run_ledger.begun(entry, None if contents.window is None else plan.window)
         if to_storage and contents.is_complete(self._run.catalog.everything):
@@ -441,19 +419,3 @@ class Snapshotter:
             if snapshot.step == self.planner.dense_step:
                 self.planner.dense_step = 0
             self.backlog.failed(snapshot.step, snapshot.contents.window)
-
-    def _not_in_time(self, step: int, secs: float) -> SaveFailedError:
-        """What to raise when earlier snapshots were not out of the way after so long."""
-        pipeline, newest = self.pipeline, self.booking.run_ledger.committed_step
-        writing, root = pipeline.persister.writing, self._run.storage.root
-        newest_text = (
-            "no checkpoint is committed" if newest is None else f"the newest checkpoint is that of step {newest}"
-        )
-        if writing is None and pipeline.memory is not None:
-            cause = f"earlier snapshots were still being copied, or sent to peers, after {secs:g} s (timeout_secs)"
-            hint = "check whether this machine has memory left, and whether peers are slow"
-            return SaveFailedError(step, (cause, f"{newest_text} on storage; {hint}, or raise timeout_secs"))
-        cause = f"the storage of {root} did not finish within {secs:g} s (timeout_secs)"
-        if writing is not None:
-            cause += f", it has been writing the checkpoint of step {writing[0]} for {writing[1]:.0f} s"
-        return SaveFailedError(step, (cause, f"{newest_text}; check whether that storage hangs, or raise timeout_secs"))

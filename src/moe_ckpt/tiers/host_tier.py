@@ -228,7 +228,7 @@ def claim(run: RunContext, run_id: str, make: Callable[[int], BufferPool]) -> tu
     Args:
         run: The session's.
         run_id: Of the store.
-        make: Makes the pool of the session's buffers, given the bytes that the tier takes over, whose room they may have.
+        make: Makes the pool of its buffers, given the bytes that the tier takes over, whose room they may have.
     """
     root, rank = run.storage.root, run.comm.rank
     with _registry_lock:

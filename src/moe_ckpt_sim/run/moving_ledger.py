@@ -13,8 +13,19 @@ from moe_ckpt.core.step import Tier
 from moe_ckpt.core.tokens import Counts, FaultRecord
 from moe_ckpt.policies.base import TOKENS
 from moe_ckpt.recovery.recovery_plan import ABSENT, Inventory, RecoveryPlan, plan_recovery
-from moe_ckpt.run.run_ledger import InFlight, RunLedger
+from moe_ckpt.run.run_ledger import InFlight, RoutingActivity, RunLedger
 from moe_ckpt_sim.run.durable import Durable, MovingLedger
+
+
+class MovingActivity(RoutingActivity):
+    """The activity of many equal steps at once."""
+
+    def add_often(self, routed: Counts, steps: int) -> None:
+        """Adds ``steps`` equal steps; time-decayed activity is set to its limit under them."""
+        self.newest = routed
+        self._hard = self._hard + routed * steps
+        self._soft = self._soft + routed * steps
+        self._decayed = routed.astype(np.float64)
 
 
 class MovingRunLedger(RunLedger):
@@ -32,6 +43,7 @@ class MovingRunLedger(RunLedger):
     ) -> None:
         super().__init__(catalog, outlives_process=outlives_process)
         self.ledger: MovingLedger = MovingLedger(catalog)
+        self.activity: MovingActivity = MovingActivity(self.tokens.applied.shape)
         self._stores, self._watched = stores, watched
 
     def empty(self) -> MovingRunLedger:

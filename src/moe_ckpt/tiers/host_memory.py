@@ -75,8 +75,10 @@ def open_memory(run: RunContext, run_id: str, generation: int) -> HostMemory:
     if memory is None:
         ranks = settings.local_ranks
 
-        def make(left: int) -> BufferPool:
-            budget = settings.host_memory_bytes or default_budget_bytes(ranks, left * ranks)  # each has left as much
+        def make(taken_nbytes: int) -> BufferPool:
+            budget = settings.host_memory_bytes or default_budget_bytes(
+                ranks, taken_nbytes * ranks
+            )  # each has left as much
             pool = BufferPool(budget, pinned=settings.pinned)
             pool.map_private()
             return pool

@@ -7,10 +7,15 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from enum import Enum
-from typing import Any
+from itertools import chain, islice
+from typing import Any, TypeVar
+
+S = TypeVar("S")
+T = TypeVar("T")
 
 
 class ThreadName(Enum):
@@ -28,6 +33,7 @@ class ThreadName(Enum):
     PARTS = "moe_ckpt-parts"
     PERSIST = "moe_ckpt-persist"
     PROFILE = "moe_ckpt-profile"
+    READ = "moe_ckpt-read"
     REMOVE = "moe_ckpt-remove"
     REPLICATE = "moe_ckpt-replicate"
     SEAL = "moe_ckpt-seal"
@@ -48,6 +54,35 @@ def named_pool(name: ThreadName, most: int = 1) -> ThreadPoolExecutor:
     Python waits for them when the process ends.
     """
     return ThreadPoolExecutor(most, thread_name_prefix=name.value)
+
+
+def ahead(name: ThreadName, threads: int, work: Callable[[S], T], tasks: Iterable[S]) -> Iterator[T]:
+    """Yields what ``work`` makes of each task, in order; threads are at work on the next ones meanwhile.
+
+    With one thread, or for a single task, the caller works by itself.
+
+    Args:
+        name: Of the threads.
+        threads: So many tasks are under way at once, and one more waits to be taken.
+        work: Called on any of the threads.
+        tasks: They are taken one by one.
+    """
+    remaining = iter(tasks)
+    first = list(islice(remaining, 2))
+    if threads == 1 or len(first) < 2:
+        yield from map(work, chain(first, remaining))
+        return
+    with named_pool(name, threads) as pool:
+        under_way: deque[Future[T]] = deque()
+        try:
+            for task in chain(first, remaining):
+                under_way.append(pool.submit(work, task))
+                if len(under_way) > threads:
+                    yield under_way.popleft().result()
+            while under_way:
+                yield under_way.popleft().result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 class TaskThread:

@@ -116,6 +116,7 @@ class ActedGPU(TorchFunctionMode):
     Attributes:
         waits: (what waited, functions of the package that led to it, innermost first).
         departures: How many transfers of the training thread left by events.
+        arrivals: Copies to the device that the training thread began: bytes, and whether their source was page-locked.
         joins: How often the training thread's stream was made to wait for another one.
         secs: Processor time of operations on the device, on the training thread: it computes on the host here.
         pages: Pages that they touched for the first time: its memory is the host's.
@@ -123,7 +124,7 @@ class ActedGPU(TorchFunctionMode):
         lockers: (name of the thread, bytes) of each time that memory was page-locked, mapped or not.
         unlockers: Names of the threads that unlocked mapped memory.
         locking_secs_per_byte: What that costs.
-        refusals: How many of the next calls that lock mapped memory fail, for want of memory.
+        refusals: How many of the next calls that lock memory fail, for want of memory.
     """
 
     active: ActedGPU | None = None
@@ -132,6 +133,7 @@ class ActedGPU(TorchFunctionMode):
         super().__init__()
         self.waits: list[tuple[str, tuple[str, ...]]] = []
         self.departures = self.joins = self.pages = 0
+        self.arrivals: list[tuple[int, bool]] = []
         self.secs = 0.0
         self._streams = threading.local()
         self._training = Stream()
@@ -304,6 +306,8 @@ class ActedGPU(TorchFunctionMode):
 
     def _copy(self, func: Any, into: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
         if self.holds(into) or not self.holds(source):
+            if self.holds(into) and not self.holds(source):
+                self.arrivals.append((source.numel() * source.element_size(), self._is_pinned(source)))
             return func(into, source)
         if not (non_blocking and self._is_pinned(into)):
             self.note("copy_")
@@ -324,6 +328,9 @@ class ActedGPU(TorchFunctionMode):
 
     def _pinning(self, empty: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def made(*args: Any, pin_memory: bool = False, **kwargs: Any) -> torch.Tensor:
+            if pin_memory and self.refusals:
+                self.refusals -= 1
+                raise RuntimeError(f"CUDA error {_NO_MEMORY}")
             found = empty(*args, **kwargs)
             if pin_memory:
                 nbytes = found.numel() * found.element_size()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
-from moe_ckpt.tiers.limits import cgroup_bytes
+from moe_ckpt.memory.cgroups import cgroup_bytes, cores
+from moe_ckpt.slices import checksums
 
 UNLIMITED = str(0x7FFFFFFFFFFFF000)
 
@@ -32,6 +34,30 @@ def root(tmp_path: Path):
     own.write_text("4:memory:/slurm/job_7/step_0\n3:cpu,cpuacct:/slurm\n0::/system.slice/job_7/step_0\n")
     (tmp_path / "cgroup").mkdir()
     return tmp_path / "cgroup", own
+
+
+@pytest.mark.parametrize("place", ["system.slice/job_7/step_0", "system.slice/job_7", ""])
+@pytest.mark.parametrize(
+    ("files", "count"),
+    [
+        ({"cpu.max": "100000 100000\n"}, 1),
+        ({"cpu.max": "50000 100000\n"}, 1),
+        ({"cpu.max": "max 100000\n"}, None),
+        ({"cpu.cfs_quota_us": "-1\n", "cpu.cfs_period_us": "100000\n"}, None),
+        ({"cpu.cfs_quota_us": "150000\n", "cpu.cfs_period_us": "100000\n"}, 1),
+    ],
+)
+def test_a_quota_of_processors_bounds_threads(root, monkeypatch, place, files, count):
+    """Of either version, at any level."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(16)))
+    assert cores(str(root[0]), str(root[1])) == 16
+    cgroup = root[0] / place if "cpu.max" in files else root[0] / "cpu,cpuacct/slurm"
+    cgroup.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (cgroup / name).write_text(text)
+    assert cores(str(root[0]), str(root[1])) == (count or 16)
+    monkeypatch.setattr(checksums, "cores", lambda: cores(str(root[0]), str(root[1])))
+    assert checksums.checking_threads(1) == (count or 4)
 
 
 def found(root: tuple[Path, Path], left_bytes: int = 0) -> int | None:

@@ -15,12 +15,15 @@ from moe_ckpt.errors import ConfigError, CoverageError, DamagedError, MoECheckpo
 from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.format.shard import TORCH_DTYPES
 from moe_ckpt.ports import TensorMeta
+from moe_ckpt.reading import restore as restoring
+from moe_ckpt.reading import slices
 from moe_ckpt.reading.reader import StoreReader
 from moe_ckpt.reading.restore import require_fitting
 from moe_ckpt.reading.slices import find_damage
 from moe_ckpt.reading.together import STOPS, NotUsableError, raise_on_all_ranks
 from moe_ckpt.recovery.executing import StorageSource
 from moe_ckpt.storage import LocalStorage
+from tests.support.acted_gpu import ActedGPU
 from tests.support.store_builder import PARAMETERS, STACK, LiveState, TinyRun, example
 
 
@@ -85,6 +88,60 @@ def test_neighbours_in_a_file_are_verified_by_one_read_and_damage_is_named(tmp_p
     found = dict(find_damage(reader.storage, slices))
     assert [stored for stored, error in found.items() if error is not None] == [bad]
     assert "checksum mismatch" in str(found[bad])
+
+
+@pytest.mark.parametrize("piece", [slices.RUN_NBYTES, 40], ids=["whole", "by rows"])
+@pytest.mark.parametrize("refusals", [0, 10**6], ids=["page-locked", "refused"])
+def test_bytes_reach_a_gpu_from_page_locked_memory_while_there_is_some(stores, monkeypatch, piece, refusals):
+    """Also where a slice is larger than what is staged at once. CUDA is acted."""
+    run = stores[False, 1]
+    directory = max(run.views)
+    reader, state = StoreReader(LocalStorage(run.root)), LiveState(1, 2)
+    source = StorageSource(reader, reader.manifest(directory))
+    for module in (restoring, slices):
+        monkeypatch.setattr(module, "RUN_NBYTES", piece)
+    source.verify(state)
+    source.prepare(state)
+    with ActedGPU() as gpu:
+        gpu.refusals = refusals
+        for tensor in state.tensors():
+            gpu.take(tensor.local)
+        source.prepare_and_write(_Prepared(state))
+        nbytes = sum(tensor.local.numel() * tensor.local.element_size() for tensor in state.tensors())
+        assert sum(size for size, _ in gpu.arrivals) == nbytes
+        assert {is_locked for _, is_locked in gpu.arrivals} == {not refusals}
+        assert piece > 40 or max(size for size, _ in gpu.arrivals) <= 64, "one row, at least"
+    assert_restored(state, run.views[directory])
+
+
+class _Prepared:
+    """The same state, whose optimizer has been prepared already."""
+
+    def __init__(self, state: LiveState) -> None:
+        self.tensors, self.specs = state.tensors, state.specs
+
+    def prepare(self, metas: object) -> None:
+        pass
+
+
+def test_nothing_of_a_damaged_run_of_slices_is_used(tmp_path, monkeypatch):
+    """Other runs may be: they are read at the same time. What is written to is known to torch as changed."""
+    example(tmp_path, world_size=1)
+    reader, state = StoreReader(LocalStorage(tmp_path)), LiveState()
+    manifest = reader.manifest("step_00000003")
+    monkeypatch.setattr(slices, "RUN_NBYTES", 100)
+    StorageSource(reader, manifest).prepare(state)
+    targets = restoring.targets_of(reader.index(manifest).tensors, state.tensors())
+    bad = max(targets, key=lambda stored: (stored.path, stored.offset))
+    raw = bytearray((tmp_path / bad.path).read_bytes())
+    raw[bad.offset] ^= 1
+    (tmp_path / bad.path).write_bytes(raw)
+    versions = [tensor.local._version for tensor in state.tensors()]
+    with pytest.raises(DamagedError, match="checksum mismatch"):
+        restoring.write_targets(reader, targets)
+    for tensor, common in targets[bad]:
+        assert bool((slices.block(tensor.local.detach(), tensor.offsets, common) == LiveState.MARK).all())
+    assert [tensor.local._version for tensor in state.tensors()] != versions
 
 
 def test_damage_in_any_slice_leaves_the_model_untouched(tmp_path):

@@ -97,20 +97,15 @@ def test_a_rank_most_likely_goes_on_from_its_own_newest(slots: list[FoundSlot], 
 def read_by(monkeypatch, is_sound: Callable[[SlotChecker, FoundSlot], bool], where, nodes) -> Counter[tuple[int, str]]:  # noqa: F811
     """(rank, path) -> slices that it read to verify them in a return."""
     found: Counter[tuple[int, str]] = Counter()
-    plain = reading._check, reading._are_sound
+    plain = reading._check_run
 
-    def check(storage, stored):
-        found[storage.inner.comm.rank, stored.path] += 1
-        plain[0](storage, stored)
-
-    def check_neighbours(storage, run):
+    def check(storage, run):
         found[storage.inner.comm.rank, run[0].path] += len(run)
-        return plain[1](storage, run)
+        return plain(storage, run)
 
     with monkeypatch.context() as patched:
         patched.setattr(SlotChecker, "is_sound", is_sound)
-        patched.setattr(reading, "_check", check)
-        patched.setattr(reading, "_are_sound", check_neighbours)
+        patched.setattr(reading, "_check_run", check)
         assert replicated(where, nodes, again=True, steps=1)[0][1] == "memory"
     return found
 

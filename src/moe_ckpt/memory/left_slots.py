@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
@@ -18,13 +17,16 @@ import xxhash
 
 from moe_ckpt.format.slot import GRADIENTS, STATE
 from moe_ckpt.memory.files import FoundSlot, newest_first
-from moe_ckpt.threads import ThreadName, named_pool
+from moe_ckpt.threads import ThreadName, ahead, named_pool
 
 log = logging.getLogger("moe_ckpt")
 
 _PIECE_NBYTES = 16 << 20
 """After so many bytes a thread looks whether it is still wanted."""
-_TASK_NBYTES, _MOST_THREADS = 64 << 20, 4
+READERS = 4
+"""Threads of a rank that read and verify at once: as quick as most of a host's memory, and they wait together for a far
+storage."""
+_TASK_NBYTES = 64 << 20
 """A thread takes slices of so many bytes at a time. Mapping their pages takes longest, for each thread by itself."""
 _MOST_SNAPSHOTS = 2
 """The newest may lack another rank's share; then it is the one before."""
@@ -46,7 +48,6 @@ class SlotChecker:
     def __init__(self, slots: Sequence[FoundSlot]) -> None:
         self._awaited = set(slots)
         self._pool = named_pool(ThreadName.CHECK)
-        self._readers = named_pool(ThreadName.CHECK, min(_MOST_THREADS, len(os.sched_getaffinity(0))))
         self._checks: dict[FoundSlot, Future[bool]] = {}
         with contextlib.suppress(RuntimeError):  # no thread to be had: whoever reads them checks them
             for candidate in slots:
@@ -59,7 +60,6 @@ class SlotChecker:
             self._checks.pop(candidate).cancel()
         if not self._awaited:
             self._pool.shutdown(wait=False)
-            self._readers.shutdown(wait=False)
 
     def is_sound(self, slot: FoundSlot) -> bool:
         """Returns whether every slice is as it was written, if that is known; waits for a slot that is being read."""
@@ -70,7 +70,6 @@ class SlotChecker:
         """End the threads. Twice does no harm."""
         self.only(())
         self._pool.shutdown()
-        self._readers.shutdown()
 
     def _is_sound(self, candidate: FoundSlot) -> bool:
         path, memory = str(candidate.slot.path), candidate.slot.memory
@@ -80,7 +79,8 @@ class SlotChecker:
                 for part in candidate.header.parts
                 for entry in candidate.header.slices(part, path)
             ]
-            return all(self._readers.map(partial(self._are_as_written, candidate), _tasks(expected)))
+            check = partial(self._are_as_written, candidate)
+            return all(ahead(ThreadName.CHECK, READERS, check, _tasks(expected)))
         except Exception as error:  # whatever it is, who needs the slot verifies it
             log.info("%s is not verified ahead of time: %s", path, error)
             return False

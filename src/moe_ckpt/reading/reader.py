@@ -10,7 +10,6 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from itertools import groupby
 from typing import Any, TypeVar
 
 import torch
@@ -46,12 +45,12 @@ from moe_ckpt.format.shard import TORCH_DTYPES, ShardHeader
 from moe_ckpt.format.tree import decode_tree
 from moe_ckpt.reading import index as indexing
 from moe_ckpt.reading.index import StoredSlice, TensorIndex
-from moe_ckpt.reading.slices import BadSlice, block, find_damage, read_slices, reported
+from moe_ckpt.reading.slices import Use, block, find_damage, read_slices, reported, use_slices
 from moe_ckpt.reading.step_storage import PATIENCE_SECS, StepStorage, listed_again
 from moe_ckpt.run.documents import each_step, read_commit, read_header, read_part, read_parts, read_sealed
 from moe_ckpt.storage import Storage, open_storage
 from moe_ckpt.storage.base import Chunk
-from moe_ckpt.threads import ThreadName, named_pool
+from moe_ckpt.threads import ThreadName, ahead
 
 STORE_KIND = "moe_ckpt.store"
 STATE_KIND = "moe_ckpt.state"
@@ -193,10 +192,8 @@ class StoreReader:
     def headers(self, manifest: Manifest) -> dict[str, ShardHeader]:
         """Returns path -> header, of every shard that the manifest names."""
         todo = [record for record in manifest.files if record not in self._headers]
-        if todo:
-            with named_pool(ThreadName.HEADERS, min(_READERS, len(todo))) as pool:
-                for record, header in zip(todo, pool.map(self.header, todo), strict=True):
-                    self._headers[record] = header
+        for record, header in zip(todo, ahead(ThreadName.HEADERS, _READERS, self.header, todo), strict=True):
+            self._headers[record] = header
         headers = {record.path: self._headers[record] for record in manifest.files}
         for record in manifest.files:
             run_id = headers[record.path].run_id
@@ -222,9 +219,15 @@ class StoreReader:
             indexing.prove(manifest, index)
             self._proven = index
 
-    def read_many(self, slices: Iterable[StoredSlice]) -> Iterator[tuple[StoredSlice, torch.Tensor]]:
-        """Yields many slices with their values, in file order."""
-        return read_slices(self.storage, slices, self.verified)
+    def read_many(
+        self, slices: Iterable[StoredSlice], *, locked: bool = False
+    ) -> Iterator[tuple[StoredSlice, torch.Tensor]]:
+        """Yields many slices with their values, in file order, as ``read_slices``."""
+        return read_slices(self.storage, slices, self.verified, locked=locked)
+
+    def use_many(self, slices: Iterable[StoredSlice], use: Use) -> None:
+        """Calls ``use`` with many slices and their values, as ``use_slices``."""
+        use_slices(self.storage, slices, self.verified, use)
 
     def tensor(self, manifest: Manifest, key: str) -> torch.Tensor:
         """Returns a whole tensor, assembled from its slices. Prove the checkpoint first."""
@@ -296,17 +299,9 @@ def check_checkpoint(reader: StoreReader, manifest: Manifest, *, slices: bool = 
             reader.state(slot, record.rank)
     if not slices:
         return
-    live = sorted(reader.index(manifest).live, key=lambda s: s.path)
-    by_file = [list(group) for _, group in groupby(live, key=lambda s: s.path)]
-    with named_pool(ThreadName.VERIFY, _READERS) as pool:
-        for error in pool.map(lambda group: _first_damage(reader.storage, group), by_file):
-            if error is not None:
-                pool.shutdown(cancel_futures=True)
-                raise error
-
-
-def _first_damage(storage: Storage, slices: list[StoredSlice]) -> BadSlice | None:
-    return next((error for _, error in find_damage(storage, slices) if error is not None), None)
+    for _, error in find_damage(reader.storage, reader.index(manifest).live):
+        if error is not None:
+            raise error
 
 
 def usable(

@@ -17,10 +17,11 @@ from moe_ckpt.errors import ConfigError, CoverageError
 from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.format.shard import TORCH_DTYPES
 from moe_ckpt.ledger.coverage import Box
+from moe_ckpt.memory.mapping import copy_alone, page_locked
 from moe_ckpt.ports import StateTensor, TensorSpec, TrainingState
 from moe_ckpt.reading.index import StoredSlice, TensorIndex, overlapping, split_key
 from moe_ckpt.reading.reader import StoreReader
-from moe_ckpt.reading.slices import block, find_damage
+from moe_ckpt.reading.slices import RUN_NBYTES, block, find_damage
 
 if TYPE_CHECKING:
     from moe_ckpt.reading.shared_reading import SharedReading
@@ -150,9 +151,16 @@ def verify_needed(
 
 def copy_slices(reader: StoreReader, stored_of: StoredByKey, tensors: Sequence[StateTensor]) -> None:
     """Writes this rank's part of the stored slices into the live tensors."""
-    targets = targets_of(stored_of, tensors)
-    for stored, values in reader.read_many(targets):
-        write_slice(stored, values, targets[stored])
+    write_targets(reader, targets_of(stored_of, tensors))
+
+
+def write_targets(reader: StoreReader, targets: Targets) -> None:
+    """Reads slices, and writes each where it belongs; copies to a GPU have begun when it returns."""
+    if any(tensor.local.is_cuda for blocks in targets.values() for tensor, _ in blocks):
+        for stored, values in reader.read_many(targets, locked=True):
+            write_slice(stored, values, targets[stored], locked=True)
+    else:
+        reader.use_many(targets, lambda stored, values: write_slice(stored, values, targets[stored]))
 
 
 def targets_of(stored_of: StoredByKey, tensors: Sequence[StateTensor]) -> Targets:
@@ -166,11 +174,35 @@ def targets_of(stored_of: StoredByKey, tensors: Sequence[StateTensor]) -> Target
 
 
 @torch.no_grad()
-def write_slice(stored: StoredSlice, values: torch.Tensor, targets: Iterable[tuple[StateTensor, Box]]) -> None:
-    """Writes a slice, whose values are verified, into live tensors."""
+def write_slice(
+    stored: StoredSlice,
+    values: torch.Tensor,
+    targets: Iterable[tuple[StateTensor, Box]],
+    *,
+    locked: bool = False,
+) -> None:
+    """Writes a slice, whose values are verified, into live tensors; copies to a GPU have begun when it returns.
+
+    Args:
+        stored: The slice.
+        values: Of it.
+        targets: Where they go.
+        locked: ``values`` are of ``read_slices`` with the same argument.
+    """
+    locked = locked and stored.nbytes <= RUN_NBYTES
     for tensor, common in targets:
         source = block(values, stored.entry.offsets, common)
-        block(tensor.local.detach(), tensor.offsets, common).copy_(source)
+        target = block(tensor.local.detach(), tensor.offsets, common)
+        if target.is_cuda and not locked and source.nbytes:
+            rows = source.view(source.shape or (1,)), target.view(target.shape or (1,))
+            count = max(1, RUN_NBYTES * len(rows[0]) // source.nbytes)
+            for some, into in zip(*(torch.split(tensor, count) for tensor in rows), strict=True):
+                into.copy_(page_locked(some.contiguous()), non_blocking=True)
+        elif target.is_cuda or not (target.is_contiguous() and source.is_contiguous()):
+            target.copy_(source, non_blocking=locked)
+        else:
+            copy_alone(target, source)
+            torch.autograd.graph.increment_version(target)
 
 
 def box_of(tensor: StateTensor) -> Box:

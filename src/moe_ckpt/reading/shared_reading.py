@@ -37,7 +37,7 @@ from moe_ckpt.reading.reading_shares import (
     rounds_of,
     route_of,
 )
-from moe_ckpt.reading.restore import StoredByKey, Targets, copy_slices, targets_of, write_slice
+from moe_ckpt.reading.restore import StoredByKey, Targets, copy_slices, targets_of, write_slice, write_targets
 from moe_ckpt.reading.together import NotUsableError, raise_on_all_ranks, together
 from moe_ckpt.tiers.host_tier import as_values, checksum
 
@@ -240,8 +240,7 @@ class SharedReading:
         handing.hand_over(rounds)
         if handing.problem is not None:
             raise handing.problem
-        for stored, values in reader.read_many(handing.targets.keys() - handing.done):
-            write_slice(stored, values, handing.targets[stored])
+        write_targets(reader, {one: blocks for one, blocks in handing.targets.items() if one not in handing.done})
 
 
 class _Handing:

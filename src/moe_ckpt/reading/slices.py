@@ -1,9 +1,11 @@
-"""Reads and verifies slices. Neighbours in a file, such as a stack of experts, are read in one call."""
+"""Reads and verifies slices, on several threads. Neighbours in a file, such as a stack of experts, are read in one
+call."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
+from functools import partial
 
 import torch
 import xxhash
@@ -11,20 +13,29 @@ import xxhash
 from moe_ckpt.errors import DamagedError, StoreError, StoreForbiddenError, StoreUnreadableError
 from moe_ckpt.format.shard import TORCH_DTYPES
 from moe_ckpt.ledger.coverage import Box
+from moe_ckpt.memory.left_slots import READERS
+from moe_ckpt.memory.mapping import page_locked
 from moe_ckpt.reading.index import StoredSlice
 from moe_ckpt.storage.base import Storage
+from moe_ckpt.threads import ThreadName, ahead
 
 BadSlice = DamagedError | StoreUnreadableError
-_RUN_NBYTES = 16 << 20
-"""Neighbours are joined up to this size, which bounds the memory of a read beside the largest slice. It is worth its
-wait for a far storage, and the allocator has memory for it from the read before, which the kernel need not clear again:
-reads of 64 MiB take four times as long."""
+Use = Callable[[StoredSlice, torch.Tensor], None]
+"""Takes a slice with its values, which share memory with other slices."""
+RUN_NBYTES = 4 << 20
+"""Neighbours are joined up to this size, which bounds the memory of a thread's read beside the largest slice. It is
+worth its wait for a far storage, and the allocator has memory for it from the read before, which the kernel need not
+clear again: reads of 64 MiB take four times as long."""
 
 
 def read_slices(
-    storage: Storage, slices: Iterable[StoredSlice], verified: Collection[StoredSlice] = frozenset()
+    storage: Storage,
+    slices: Iterable[StoredSlice],
+    verified: Collection[StoredSlice] = frozenset(),
+    *,
+    locked: bool = False,
 ) -> Iterator[tuple[StoredSlice, torch.Tensor]]:
-    """Yields each slice with its verified values, in file order, duplicates once.
+    """Yields each slice with its verified values, in file order, duplicates once. The next ones are read meanwhile.
 
     The tensors share memory with the other slices of their run: copy what is to be kept.
 
@@ -32,62 +43,89 @@ def read_slices(
         storage: Of the store.
         slices: What to read.
         verified: What need not be compared once more.
+        locked: The values go to a GPU: in page-locked memory, but for slices that are larger than a run.
 
     Raises:
         DamagedError: At the first slice whose bytes are missing or differ from what was written.
         StepRemovedError: The step was removed meanwhile, if ``storage`` can tell.
     """
-    for run in _runs(slices):
-        first = run[0]
-        raw = _read(storage, first, first.offset, sum(stored.nbytes for stored in run))
+    read = partial(_read_run, storage, verified=verified, locked=locked)
+    for run, raw in ahead(ThreadName.READ, READERS, read, _runs(slices)):
         for stored in run:
-            begin = stored.offset - first.offset
-            with memoryview(raw) as view, view[begin : begin + stored.nbytes] as part:
-                if len(part) < stored.nbytes:
-                    raise stored.damaged(f"truncated: {len(part):,} of {stored.nbytes:,} bytes are there")
-                if stored not in verified:
-                    _compare(stored, xxhash.xxh3_64_intdigest(part))
-            yield stored, _as_tensor(stored, raw, begin)
+            yield stored, _as_tensor(stored, raw, stored.offset - run[0].offset)
+
+
+def use_slices(storage: Storage, slices: Iterable[StoredSlice], verified: Collection[StoredSlice], use: Use) -> None:
+    """Calls ``use`` with each slice and its verified values, on the threads that have read them, in no order.
+
+    Arguments as of ``read_slices``, and raises as that does: after slices that follow in the files may have been used.
+    """
+
+    def read_and_use(run: list[StoredSlice]) -> None:
+        _, raw = _read_run(storage, run, verified, locked=False)
+        for stored in run:
+            use(stored, _as_tensor(stored, raw, stored.offset - run[0].offset))
+
+    for _ in ahead(ThreadName.READ, READERS, read_and_use, _runs(slices)):
+        pass
+
+
+_Raw = bytearray | memoryview | torch.Tensor
+"""Bytes of a run; a tensor (uint8) where they were copied for a GPU, which torch must know to lend its memory again."""
+
+
+def _read_run(
+    storage: Storage, run: list[StoredSlice], verified: Collection[StoredSlice], *, locked: bool
+) -> tuple[list[StoredSlice], _Raw]:
+    """Returns a run and its bytes, verified. On any thread; as of ``read_slices``."""
+    first = run[0]
+    raw = _read(storage, first, first.offset, sum(stored.nbytes for stored in run))
+    for stored in run:
+        begin = stored.offset - first.offset
+        with memoryview(raw) as view, view[begin : begin + stored.nbytes] as part:
+            if len(part) < stored.nbytes:
+                raise stored.damaged(f"truncated: {len(part):,} of {stored.nbytes:,} bytes are there")
+            if stored not in verified:
+                _compare(stored, xxhash.xxh3_64_intdigest(part))
+    if locked and 0 < len(raw) <= RUN_NBYTES:
+        return run, page_locked(torch.frombuffer(raw, dtype=torch.uint8))
+    return run, raw
 
 
 def find_damage(storage: Storage, slices: Iterable[StoredSlice]) -> Iterator[tuple[StoredSlice, BadSlice | None]]:
-    """Yields each slice with its error, or None for a good one, in bounded memory.
+    """Yields each slice with its error, or None for a good one, in file order and in bounded memory.
 
     Raises:
         StoreForbiddenError: This user may not read a file.
         StepRemovedError: The step was removed meanwhile, if ``storage`` can tell.
     """
-    for run in _runs(slices):
-        alone = len(run) == 1 or not _are_sound(storage, run)  # whose error says which, and why
-        for stored in run:
-            try:
-                if alone:
-                    _check(storage, stored)
-            except StoreForbiddenError:
-                raise
-            except (DamagedError, StoreUnreadableError) as error:
-                yield stored, error
-            else:
-                yield stored, None
+    for run, errors in ahead(ThreadName.READ, READERS, partial(_check_run, storage), _runs(slices)):
+        yield from zip(run, errors, strict=True)
 
 
-def _are_sound(storage: Storage, run: list[StoredSlice]) -> bool:
-    """Returns whether neighbouring slices are undamaged, by one read. Raises ``StoreForbiddenError``."""
+def _check_run(storage: Storage, run: list[StoredSlice]) -> tuple[list[StoredSlice], list[BadSlice | None]]:
+    """Returns a run, and the error of each of its slices. On any thread."""
+    if len(run) > 1 and _error_of(partial(_read_run, storage, run, (), locked=False)) is None:
+        return run, [None] * len(run)
+    return run, [_error_of(partial(_check, storage, stored)) for stored in run]  # which is damaged, and why
+
+
+def _error_of(read: Callable[[], object]) -> BadSlice | None:
+    """Returns the error that reading raises for damage, or where storage gives no bytes. Raises others."""
     try:
-        for _ in read_slices(storage, run):
-            pass
+        read()
     except StoreForbiddenError:
         raise
-    except (DamagedError, StoreUnreadableError):
-        return False
-    return True
+    except (DamagedError, StoreUnreadableError) as error:
+        return error
+    return None
 
 
 def _check(storage: Storage, stored: StoredSlice) -> None:
     hasher = xxhash.xxh3_64()
     done = 0
     while done < stored.nbytes:
-        piece = _read(storage, stored, stored.offset + done, min(_RUN_NBYTES, stored.nbytes - done))
+        piece = _read(storage, stored, stored.offset + done, min(RUN_NBYTES, stored.nbytes - done))
         if not piece:
             raise stored.damaged(f"truncated: {done:,} of {stored.nbytes:,} bytes are there")
         hasher.update(piece)
@@ -143,12 +181,12 @@ def in_order(slices: Iterable[StoredSlice]) -> list[StoredSlice]:
 
 
 def _runs(slices: Iterable[StoredSlice]) -> Iterator[list[StoredSlice]]:
-    """Yields slices that follow each other in one file, in file order, as lists of ``_RUN_NBYTES`` or one slice."""
+    """Yields slices that follow each other in one file, in file order, as lists of ``RUN_NBYTES`` or one slice."""
     run: list[StoredSlice] = []
     nbytes = 0
     for stored in in_order(slices):
         joins = run and run[-1].path == stored.path and run[-1].offset + run[-1].nbytes == stored.offset
-        if run and not (joins and nbytes + stored.nbytes <= _RUN_NBYTES):
+        if run and not (joins and nbytes + stored.nbytes <= RUN_NBYTES):
             yield run
             run, nbytes = [], 0
         run.append(stored)
@@ -157,13 +195,16 @@ def _runs(slices: Iterable[StoredSlice]) -> Iterator[list[StoredSlice]]:
         yield run
 
 
-def _as_tensor(stored: StoredSlice, raw: bytearray | memoryview, begin: int) -> torch.Tensor:
+def _as_tensor(stored: StoredSlice, raw: _Raw, begin: int) -> torch.Tensor:
     """Returns a tensor over bytes of ``raw``, which it keeps alive."""
     entry = stored.entry
     dtype = TORCH_DTYPES[entry.dtype]
     if not stored.nbytes:
         return torch.empty(entry.shape, dtype=dtype)
-    flat = torch.frombuffer(raw, dtype=torch.uint8, offset=begin, count=stored.nbytes)
+    if isinstance(raw, torch.Tensor):
+        flat = raw[begin : begin + stored.nbytes]
+    else:
+        flat = torch.frombuffer(raw, dtype=torch.uint8, offset=begin, count=stored.nbytes)
     return flat.view(dtype).reshape(entry.shape)
 
 

@@ -27,7 +27,7 @@ from moe_ckpt.format.sealed import FRAME_NBYTES, MAX_SEALED_BYTES, digest, requi
 from moe_ckpt.format.shard import MAX_HEADER_BYTES, ShardHeader, decode_header
 from moe_ckpt.ports import Communicator
 from moe_ckpt.storage.base import Chunk, Storage
-from moe_ckpt.threads import ThreadName, named_pool
+from moe_ckpt.threads import ThreadName, ahead
 
 _READERS = 16
 """Threads that read parts. A round of MoC has as many as a layer has experts, each a few messages to a server."""
@@ -121,10 +121,8 @@ def read_parts(
         DamagedError, OSError: Those of the first part in the manifest's order; no more are begun to be read.
     """
     todo = [record for record in manifest.parts if record not in cached_parts]
-    if todo:
-        with named_pool(ThreadName.PARTS, min(_READERS, len(todo))) as pool:
-            for record, raw in zip(todo, pool.map(read, todo), strict=True):
-                cached_parts[record] = _decoded(record, raw)
+    for record, raw in zip(todo, ahead(ThreadName.PARTS, _READERS, read, todo), strict=True):
+        cached_parts[record] = _decoded(record, raw)
     return [cached_parts[record] for record in manifest.parts]
 
 

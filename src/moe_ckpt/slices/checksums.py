@@ -6,7 +6,6 @@ twice in a row, the second time out of the cache, by calls that run without the 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -20,6 +19,7 @@ import xxhash
 
 from moe_ckpt.format.finite import all_finite, first_not_finite
 from moe_ckpt.format.shard import Checksums
+from moe_ckpt.memory.cgroups import cores
 from moe_ckpt.slices.compiling import CompiledPart
 from moe_ckpt.slices.cuts import Numbers
 from moe_ckpt.threads import ThreadName, named_pool
@@ -84,7 +84,7 @@ def checking_threads(local_ranks: int) -> int:
     Args:
         local_ranks: That share the cores of this process.
     """
-    return max(1, len(os.sched_getaffinity(0)) // max(1, local_ranks) // _CORES_PER_THREAD)
+    return max(1, cores() // max(1, local_ranks) // _CORES_PER_THREAD)
 
 
 def checksums_of(part: CompiledPart, memory: torch.Tensor) -> Checksums:

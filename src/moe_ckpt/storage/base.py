@@ -39,8 +39,8 @@ class Stamped(Protocol):
 class Storage(Protocol):
     """Durable bytes under one root. Methods raise ``OSError`` (or a subclass) when storage fails.
 
-    Called from the persist thread of each rank and, before training, from the main thread; never from two threads at
-    once for the same path.
+    Called from the persist thread of each rank and, before training, from the main thread; for the same path never from
+    two threads at once, but that a restore reads a file by several.
 
     Attributes:
         root: Directory or URL.

@@ -13,6 +13,7 @@ from typing import NamedTuple, TypeVar
 
 from moe_ckpt.comm.communicator import largest
 from moe_ckpt.errors import LARGER_FILE_SYSTEM, ConfigError, MoECheckpointError, StoreError, StoreUnwritableError
+from moe_ckpt.memory.cgroups import cgroup_bytes
 from moe_ckpt.memory.directory import node_of, run_directory
 from moe_ckpt.memory.files import MemoryFiles, left_bytes, newest_generation, sweep
 from moe_ckpt.memory.left_slots import LeftSlots, newest_of
@@ -30,7 +31,6 @@ from moe_ckpt.tiers.limits import (
     LimitedSlots,
     RoomNeeded,
     available_bytes,
-    cgroup_bytes,
     default_budget_bytes,
     say_file_system,
     say_room,

@@ -8,11 +8,12 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from moe_ckpt.errors import LARGER_FILE_SYSTEM, MemoryFullError
+from moe_ckpt.memory.cgroups import cgroup_bytes
 from moe_ckpt.memory.files import MemoryFiles
 from moe_ckpt.memory.slot import Slot
 from moe_ckpt.notices import announce
@@ -20,11 +21,7 @@ from moe_ckpt.tiers.buffers import BufferPool
 
 log = logging.getLogger("moe_ckpt")
 
-_LIMITS = (("memory.max", "memory.current", ""), ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"))
-"""Of cgroup v2 and v1: names of the files with limit and usage, and what names in memory.stat begin with."""
 _SHARE_OF_FREE_MEMORY = 0.5
-_NO_LIMIT = 1 << 60
-"""Version 1 says a number that no machine has."""
 CGROUP, MACHINE = "the memory limit of this job's cgroup", "the memory of this machine"
 """What can leave less room than a tmpfs has."""
 RAISE_LIMIT = "Raise the limit (Docker: --memory; Kubernetes: resources.limits.memory; SLURM: --mem)"
@@ -35,24 +32,6 @@ _BESIDE_NBYTES = 16 << 20
 """That sealing takes for headers and plain states, roughly."""
 _COPIES = 2
 """Of one rank on its holder: the newest that is complete, and the one that comes in."""
-
-
-def cgroup_bytes(
-    root: str = "/sys/fs/cgroup", left_bytes: int = 0, membership: str = "/proc/self/cgroup", *, any_cache: bool = False
-) -> int | None:
-    """Bytes left under the lowest memory limit of this process's cgroups once ``left_bytes`` are freed; None without.
-
-    Of cgroup v2 and v1, and of every level: a scheduler's limit lies on the job's cgroup, above the process's own.
-
-    Args:
-        root: Where cgroups are mounted.
-        left_bytes: That will be freed.
-        membership: Names the process's cgroups.
-        any_cache: Page cache in use makes room, too, and not only what nobody has used lately.
-    """
-    names = ("inactive_file", "active_file") if any_cache else ("inactive_file",)
-    limits = [_left_below(cgroup, left_bytes, names) for cgroup in _cgroups(root, membership)]
-    return min((free for free in limits if free is not None), default=None)
 
 
 def available_bytes(meminfo: str = "/proc/meminfo") -> int | None:
@@ -66,43 +45,6 @@ def available_bytes(meminfo: str = "/proc/meminfo") -> int | None:
             if name == "MemAvailable":
                 return int(value.split()[0]) * 1024
     return None
-
-
-def _cgroups(root: str, membership: str) -> list[Path]:
-    """Where the limits of this process may be. In a container its own cgroup is mounted as the root."""
-    places = [Path(root), Path(root, "memory")]
-    with contextlib.suppress(OSError, ValueError), open(membership) as lines:
-        for line in lines:
-            _, controllers, path = line.rstrip("\n").split(":", 2)
-            if controllers in ("", "memory"):
-                inside = Path(path.lstrip("/"))
-                bases = (Path(root, controllers), Path(root, "unified")) if not controllers else (Path(root, "memory"),)
-                places += (base / folder for base in bases for folder in (inside, *inside.parents))
-    return list(dict.fromkeys(places))
-
-
-def _left_below(cgroup: Path, left_bytes: int, reclaimed: Sequence[str]) -> int | None:
-    """What one cgroup's limit leaves; None if it has none. reclaimed: page cache of memory.stat that makes room."""
-    for limit_name, used_name, prefix in _LIMITS:
-        try:
-            limit, used = ((cgroup / name).read_text().strip() for name in (limit_name, used_name))
-            if limit == "max" or int(limit) >= _NO_LIMIT:
-                return None
-            # What was left may count elsewhere: in the cgroup of the life that died.
-            free = int(limit) - max(0, int(used) - _reclaimed(cgroup, prefix, reclaimed) - left_bytes)
-        except (OSError, ValueError):
-            continue
-        return max(0, free)
-    return None
-
-
-def _reclaimed(cgroup: Path, prefix: str, names: Sequence[str]) -> int:
-    """Page cache counts as used, and is reclaimed when memory is needed."""
-    try:
-        stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
-        return sum(int(stat.get(prefix + name, 0)) for name in names)
-    except (OSError, ValueError):
-        return 0
 
 
 def default_budget_bytes(local_ranks: int, left_bytes: int = 0) -> int:

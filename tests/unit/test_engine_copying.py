@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from unittest import mock
 
 import numpy as np
@@ -415,3 +417,16 @@ def test_pieces_leave_a_device_by_events_of_their_own():
             assert there[3].eq(3.0).all()
         finally:
             copier.close()
+
+
+def test_a_device_times_its_copies_by_itself_however_late_somebody_looks():
+    source = torch.randn(1 << 10)
+    with ActedGPU() as gpu:
+        gpu.take(source)
+        memory = torch.empty(source.nbytes, dtype=torch.uint8, pin_memory=True)
+        with closing(Copier()) as copier:
+            copy = copier.start([(program_of([piece("w", source)]), memory)])
+            copy.join()
+            time.sleep(0.5)
+            copy.wait_on_host()
+    assert copy.moving_secs < 0.4 < copy.secs

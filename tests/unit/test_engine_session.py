@@ -228,9 +228,9 @@ def test_a_second_life_knows_what_the_first_one_measured(tmp_path):
             life.go()
         if ranks == newest.world_size:
             assert second.told[0].persist_secs == pytest.approx(newest.measured["persist_secs"], abs=1e-6)
-            assert second.told[0].saving_bytes_per_sec is not None
+            assert second.told[0].persist_bytes_per_sec is not None
         else:
-            assert second.told[0].persist_secs is second.told[0].saving_bytes_per_sec is None
+            assert second.told[0].persist_secs is second.told[0].persist_bytes_per_sec is None
 
 
 # --- slow storage: skip or wait ---

@@ -67,11 +67,11 @@ def test_rates_that_a_run_measures_decide_how_many_experts_it_saves(tmp_path):
         measured = []
         for context in told(root, Unprobed(), steps=4, budget_fraction=fraction):
             measured.append(context.measured)
-            if fraction == 1.0 and context.measured.saving_bytes_per_sec is not None:
+            if fraction == 1.0 and context.measured.persist_bytes_per_sec is not None:
                 quick = replace(context, measured=replace(context.measured, recent_iteration_secs=1e3))
                 assert len(experts_in(Unprobed().plan(quick).full)) == 8
         assert measured[0] == Measured(update_secs=measured[0].update_secs), "no lap and no commit yet"
-        assert measured[-1].saving_bytes_per_sec > 0
+        assert measured[-1].persist_bytes_per_sec > 0
         first, *rest = (len(experts_in(tuple(_saved_at(m)))) for m in manifests(root))
         assert first == 8
         if fraction < 1:

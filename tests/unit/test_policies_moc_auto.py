@@ -36,6 +36,17 @@ def since(steps):
     return {"step": 100, "last_step": 99, "index": 99, "chosen_at": chosen_at, "memory": memory()}
 
 
+@pytest.mark.parametrize("due", [True, False], ids=["stored", "in memory"])
+def test_host_memory_bounds_k_as_time_does(due):
+    """A snapshot has half of the budget, so that the next one finds room beside it."""
+    for room, k in ((36 + 24 * 4, 4), (36 + 24 * 3 - 1, 2), (36, 1)):
+        known = {"snapshot_bytes": room, "memory": memory(storage_due=due)}
+        assert levels(MoC(k=AUTO), **known) == (k, k)
+        plan = MoEtion().plan(facts(measured=rates(1e9, 1e9), **known))
+        assert heaviest(facts(), plan.full) <= max(room, 36 + 24)
+        assert heaviest(facts(), plan.full) > room - 12
+
+
 def test_by_hand():
     both = MoC(k=AUTO, snapshot_k=AUTO)
     assert levels(both, 36 + 2 * 12 * 3, 36 + 2 * 12) == (1, 3)

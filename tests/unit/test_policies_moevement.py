@@ -337,6 +337,24 @@ def test_memory_holds_two_windows_or_one_that_storage_gets(policy, due):
         assert ("has no room for windows" in said) == (size < wanted.size)
 
 
+@pytest.mark.parametrize(
+    ("due", "stored", "slower"),
+    [(False, 4, False), (True, 24, True), (True, 22, True), (True, 4, False), (True, -1, True)],
+    ids=["stays in memory", "each is stored", "each of two steps", "one in a while", "the first"],
+)
+def test_a_window_that_stays_in_memory_is_bound_by_the_copy_alone(due, stored, slower):
+    """One that storage gets has the time since the newest there. A window committed at 36 bytes a step is longer."""
+    measured = Measured(recent_iteration_secs=1.0, copy_bytes_per_sec=72.0, persist_bytes_per_sec=36.0)
+    chosen_at, memory = np.full((2, 4), stored), in_memory(storage_due=due)
+    former = Window(21, MoEvement(window=4).plan(facts(21)).window.slots, None)
+    known = facts(measured=measured, memory=memory, chosen_at=chosen_at, window=former, next_slot=4)
+    size = MoEvement().plan(known).window.size
+    assert size == MoEvement().plan(facts(measured=at(36.0 if slower else 72.0))).window.size
+    report = MoEvement().explain(known)
+    assert report.window.size == size
+    assert report.bytes_per_sec == (36.0 if slower else 72.0)
+
+
 def test_the_window_that_is_made_longer_does_fit():
     assert max(slot_bytes(MoEvement(window=3).plan(facts(snapshot_bytes=71)).window.slots, SIZES)) <= 71
     assert (

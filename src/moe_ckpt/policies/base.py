@@ -90,12 +90,6 @@ class Measured:
         between = None if whole is None else (whole - self.interference_secs) * every_n_steps
         return bytes_in_time(between, self.send_bytes_per_sec, fraction)
 
-    @property
-    def saving_bytes_per_sec(self) -> float | None:
-        """The slower of the two rates, since what is copied must be committed too; None until both are known."""
-        copied, persisted = self.copy_bytes_per_sec, self.persist_bytes_per_sec
-        return None if not copied or not persisted else min(copied, persisted)
-
 
 class Sends(NamedTuple):
     """Parts of a snapshot that must be sent to peers, because these lack the same state (``slices.mirroring``).
@@ -270,6 +264,12 @@ class PolicyContext:
     measured: Measured = Measured()
     tokens: TokenFacts = field(default_factory=TokenFacts)
     memory: MemoryFacts = field(default_factory=MemoryFacts)
+
+    def copy_bytes(self, fraction: float = 1.0) -> int | None:
+        """Most bytes of a checkpoint that one rank copies during forward and backward, and has room for beside others;
+        None until rates are known."""
+        copied, room = self.measured.copy_bytes(fraction), self.memory.snapshot_bytes
+        return copied if copied is None or room is None else min(copied, room)
 
 
 @runtime_checkable

@@ -88,15 +88,15 @@ class MoC:
     def levels(self, context: PolicyContext) -> tuple[int, int]:
         """``k`` and ``snapshot_k`` of a checkpoint now, at least 1 and ``k``.
 
-        "auto" is the largest K with which no rank has more to copy than fits into one forward and backward pass
-        (``snapshot_k``), or to commit than fits between two checkpoints on storage (``k``, which is no more than what
-        is copied either), at the rates that this run measured on its slowest rank; 1 until they are measured. With
-        memory that outlives the process, a checkpoint that stays in memory is limited by the copy alone, and one for
-        storage has the time since the last that went there. Both are computed again for each checkpoint, from numbers
-        that are the same on all ranks, and assume that experts are divided evenly; experts that are only copied are
-        chosen after those that are written, so some rank may have more of them. Dynamic-K raises both.
+        "auto" is the largest K with which no rank has more to copy than fits into one forward and backward pass and its
+        host memory (``snapshot_k``), or to commit than fits between two checkpoints on storage (``k``, which is no more
+        than what is copied either), at the rates that this run measured on its slowest rank; 1 until they are measured.
+        With memory that outlives the process, a checkpoint that stays in memory is limited by the copy alone, and one
+        for storage has the time since the last that went there. Both are computed again for each checkpoint, from
+        numbers that are the same on all ranks, and assume that experts are divided evenly; experts that are only copied
+        are chosen after those that are written, so some rank may have more of them. Dynamic-K raises both.
         """
-        copied = _largest(context, context.measured.copy_bytes()) if self._is_auto else 1
+        copied = _largest(context, context.copy_bytes()) if self._is_auto else 1
         snapshot_k = copied if self.snapshot_k == AUTO else self.snapshot_k
         if isinstance(self.k, int):
             k = self.k

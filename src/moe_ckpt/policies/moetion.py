@@ -196,6 +196,7 @@ class MoEtion:
         since = storage_steps(context, self.every_n_steps)
         budgets = [
             _Budget(self.budget_bytes(context.measured, since, context.memory.budget_fraction)),
+            _Budget(context.copy_bytes(context.memory.budget_fraction)),
             self._sent(context),
         ]
         rooms = self._rooms(context, budgets)
@@ -209,7 +210,7 @@ class MoEtion:
     def _two_sets(self, context: PolicyContext) -> SnapshotPlan:
         """Algorithm 1 for what goes to peers, and for what stays here, of which the former is a part."""
         catalog, sent = context.model.catalog, self._sent(context)
-        local = _Budget(context.measured.copy_bytes(context.memory.budget_fraction))
+        local = _Budget(context.copy_bytes(context.memory.budget_fraction))
         forced, to_peers, gradients = list[int](), None, np.zeros_like(catalog.is_expert)
         if sent is not None:
             rooms = self._rooms(context, [local, sent])

@@ -29,6 +29,7 @@ from moe_ckpt.core.window import (
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies.base import Needs, PolicyContext, require_positive
 from moe_ckpt.policies.popularity import ORDERS, Ordering, Shares, note_proven
+from moe_ckpt.policies.selectors import storage_steps
 from moe_ckpt.policies.window_report import WindowReport
 
 PROFILE_STEPS = 10
@@ -46,12 +47,13 @@ class MoEvement:
     """Saves at every step: W steps make a window, and each window is one checkpoint.
 
     W is the smallest number of slots with which every slot fits into an iteration: its bytes, divided equally among the
-    ranks, at the slower of the measured rates of copying and of committing. Each pipeline stage is divided into slots
-    separately, since its ranks hold no state of the others. W is computed again at the start of each window. Before
-    training (step 0) everything is saved, since the first window has no older state to fall back on. Unless ``window``
-    is given, a first window of at most ``FIRST_SLOTS`` slots starts as soon as iteration time and rates were measured
-    once, which is after the second step; the next one starts after ``PROFILE_STEPS`` steps, when there are enough
-    measurements. Source: MoEvement, NSDI '26.
+    ranks, at the measured rate of copying; or, if a window goes to storage, at that of committing where this is slower.
+    Of windows that memory keeps, one that storage gets has the time since the one before it to be committed. Each
+    pipeline stage is divided into slots separately, since its ranks hold no state of the others. W is computed again at
+    the start of each window. Before training (step 0) everything is saved, since the first window has no older state to
+    fall back on. Unless ``window`` is given, a first window of at most ``FIRST_SLOTS`` slots starts as soon as
+    iteration time and rates were measured once, which is after the second step; the next one starts after
+    ``PROFILE_STEPS`` steps, when there are enough measurements. Source: MoEvement, NSDI '26.
 
     Attributes:
         window: W, or None to compute it as above. Of the windows with at most W slots, one whose largest slot is
@@ -134,7 +136,7 @@ class MoEvement:
             sizes=context.model.sizes,
             placement=context.model.placement,
             iteration_secs=context.measured.recent_iteration_secs,
-            bytes_per_sec=context.measured.saving_bytes_per_sec,
+            bytes_per_sec=_bytes_per_sec(context),
             budget_fraction=context.memory.budget_fraction,
             snapshot_bytes=context.memory.snapshot_bytes,
             at_once=context.memory.at_once,
@@ -171,8 +173,8 @@ class MoEvement:
 
     def _limit_bytes(self, context: PolicyContext) -> int | None:
         """Most bytes of a slot on one rank that an iteration leaves time for; None while not known."""
-        measured, fraction = context.measured, context.memory.budget_fraction
-        return bytes_in_time(measured.recent_iteration_secs, measured.saving_bytes_per_sec, fraction)
+        secs, fraction = context.measured.recent_iteration_secs, context.memory.budget_fraction
+        return bytes_in_time(secs, _bytes_per_sec(context), fraction)
 
     def _begin(self, context: PolicyContext) -> Window:
         order, frequencies = self.ordering.order(context)
@@ -309,6 +311,20 @@ class MoEvement:
 def _has_none(context: PolicyContext) -> bool:
     """True if there is no checkpoint to fall back on, so that the next one must be whole."""
     return context.run.last_step is None or context.run.nothing_safe
+
+
+def _bytes_per_sec(context: PolicyContext) -> float | None:
+    """The rate at which a window's slots are saved, one in each iteration; None while not known.
+
+    A window that stays in memory is only copied. One that storage gets is committed as well, in all the time since the
+    one before it that storage got.
+    """
+    copied, committed = context.measured.copy_bytes_per_sec, context.measured.persist_bytes_per_sec
+    if context.memory.outlives_process and not context.memory.storage_due:
+        return copied or None
+    former = context.run.window
+    iterations = max(1, storage_steps(context, 1) // (1 if former is None else former.size))
+    return min(copied, committed * iterations) if copied and committed else None
 
 
 def _under_way(context: PolicyContext) -> Window | None:

@@ -129,7 +129,7 @@ class CheckpointSession:
                 )
             )
             needs = needs_of(run.policy)
-            if needs.windows or needs.gradients:  # minimum over ranks
+            if needs.windows or needs.gradients or needs.sizes:  # minimum over ranks
                 [least] = largest(self.comm, [-pipeline.snapshot_bytes])
                 self._planner.room = -least
         except BaseException:

@@ -319,19 +319,25 @@ class Copy:
     changed: keys of tensors that something changed before the copy was done: the snapshot is torn. Known
     once ``join`` or ``wait_on_host`` has returned.
     secs: how long it took. Known once ``wait_on_host`` has returned.
-    moving_secs: of those, less what a gate held it back. Known likewise.
+    moving_secs: of those, less what a gate held it back; on a device by its own clock, without what its queue still had
+    to do before, and however late somebody looks. Known likewise.
     """
 
     def __init__(
-        self, issued: Future[_Issued], changed: Changed, transfer: GatedTransfer | None, arrivals: _Arrivals
+        self,
+        issued: Future[_Issued],
+        changed: Changed,
+        transfer: GatedTransfer | None,
+        arrivals: _Arrivals,
+        ready: torch.cuda.Event | None,
     ) -> None:
-        self._issued, self._arrivals = issued, arrivals
+        self._issued, self._arrivals, self._ready = issued, arrivals, ready
         self._changed = changed
         self._transfer = transfer
         self._joined = threading.Event()
         self._began = time.perf_counter()
         self.changed: tuple[str, ...] = ()
-        self.secs = 0.0
+        self.secs = self._ran_secs = 0.0
 
     @property
     def done(self) -> bool:
@@ -339,7 +345,8 @@ class Copy:
 
     @property
     def moving_secs(self) -> float:
-        return self.secs if self._transfer is None else max(_TICK_SECS, self.secs - self._transfer.held_secs)
+        held_secs = 0.0 if self._transfer is None else self._transfer.held_secs
+        return max(_TICK_SECS, self._ran_secs - held_secs)
 
     def join(self) -> None:
         """Return when the live tensors may change. Raises what the copying thread raised."""
@@ -361,9 +368,11 @@ class Copy:
         event, changed, ended = self._issued.result()
         if event is None:
             self.changed, self.secs = changed, ended - self._began
+            self._ran_secs = self.secs
         else:
             event.synchronize()
             self.secs = time.perf_counter() - self._began
+            self._ran_secs = self.secs if self._ready is None else self._ready.elapsed_time(event) / 1e3
         if self._transfer is not None:
             self._transfer.moved(self.moving_secs)
         if event is not None:
@@ -395,13 +404,13 @@ class Copier:
         if on_device or any(program.is_cuda for program, _ in jobs):
             # Training's kernels go first: 0 is the lowest priority that CUDA has.
             self._stream = self._stream or torch.cuda.Stream(priority=0)  # type: ignore[no-untyped-call]
-            ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            ready = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             ready.record(torch.cuda.current_stream())
         changed = _watch([program for program, _ in jobs])
         transfer = None if self._gate is None else self._gate.copy(sum(program.nbytes for program, _ in jobs))
         arrivals = _Arrivals()
         issued = self._pool.submit(self._run, jobs, ready, changed, transfer, arrivals)
-        return Copy(issued, changed, transfer, arrivals)
+        return Copy(issued, changed, transfer, arrivals, ready)
 
     def _run(
         self,
@@ -437,7 +446,7 @@ class Copier:
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(ready)
             carry_out(admitted)
-            done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            done = torch.cuda.Event(blocking=True, enable_timing=True)  # type: ignore[no-untyped-call]
             done.record(self._stream)
         return done
 

@@ -198,11 +198,15 @@ def write_slice(
             count = max(1, RUN_NBYTES * len(rows[0]) // source.nbytes)
             for some, into in zip(*(torch.split(tensor, count) for tensor in rows), strict=True):
                 into.copy_(page_locked(some.contiguous()), non_blocking=True)
-        elif target.is_cuda or not (target.is_contiguous() and source.is_contiguous()):
-            target.copy_(source, non_blocking=locked)
-        else:
+        elif not target.is_cuda and _lie_alike(target, source):
             copy_alone(target, source)
             torch.autograd.graph.increment_version(target)
+        else:
+            target.copy_(source, non_blocking=locked)
+
+
+def _lie_alike(target: torch.Tensor, source: torch.Tensor) -> bool:
+    return target.dtype == source.dtype and target.is_contiguous() and source.is_contiguous()
 
 
 def box_of(tensor: StateTensor) -> Box:

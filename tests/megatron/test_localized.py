@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import io
 import json
 import random
 import re
@@ -286,16 +286,16 @@ def reseal(path: Path, change: Callable[[Messages], None], *, counted: bool = Fa
     """
     sealed, messages = path.with_suffix(SEALED_SUFFIX), path.with_suffix(MESSAGES_SUFFIX)
     before, raw = decode_log(sealed.read_bytes(), str(sealed)), messages.read_bytes()
-    found = [(each, raw[each.begin : each.begin + each.nbytes]) for each in before.messages]
-    change(found)
-    begins = itertools.accumulate((len(body) for _, body in found), initial=0)
-    told = tuple(replace(each, begin=begin) for (each, _), begin in zip(found, begins, strict=False))
-    after = b"".join(body for _, body in found)
+    bodies = io.BytesIO(raw)
+    pairs = [(message, bodies.read(message.nbytes)) for message in before.messages]
+    change(pairs)
+    after = b"".join(body for _, body in pairs)
     messages.write_bytes(after)
-    made = encode_log(replace(before, messages=told, nbytes=len(after), **header))
+    made = encode_log(replace(before, messages=tuple(message for message, _ in pairs), **header))
     body = json.loads(made)["body"]
     for channel in () if counted else body["channels"]:  # as it was sealed: how many were sent
-        channel["messages"] = before.counts[Channel(channel["kind"], tuple(channel["ranks"]))]
+        sent = Channel(channel["kind"], tuple(channel["ranks"]))
+        channel["messages"] = sum(message.channel == sent for message in before.messages)
     sealed.write_bytes(seal(body))
 
 

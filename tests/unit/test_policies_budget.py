@@ -13,9 +13,7 @@ from hypothesis import strategies as st
 from moe_ckpt.policies.budget import (
     MLT_BUDGETS,
     PLT_BUDGETS,
-    at_risk,
     dynamic_k,
-    mlt_at_risk,
     resolve_budget,
     tokens_left,
     top_up,
@@ -82,7 +80,7 @@ def at(unsaved, lost, routed, **facts):
 
 def test_top_up_by_hand():
     now = at([[4, 0, 4], [1, 9, 4]], lost=2, routed=100)
-    assert (tokens_left(now, 0.1), at_risk(now, {(1, 1)})) == (8, 13)
+    assert tokens_left(now, 0.1) == 8
     assert top_up(now, {(1, 1)}, 0.1) == ((0, 0), (0, 2))
     assert top_up(now, {(1, 1), (0, 0), (0, 2)}, 0.1) == ()
     assert top_up(now, set(), 0.1) == ((0, 0), (0, 2), (1, 1))
@@ -125,7 +123,6 @@ def test_top_up_keeps_the_budget_with_the_fewest_experts(data):
 def test_top_up_of_mlt_by_hand():
     """Parts of the layers' own tokens: 4/100, 0, 4/100 and 1/1000, 90/1000, 40/1000; mean over two layers."""
     now = at([[4, 0, 4], [1, 90, 40]], lost=500, routed=[100, 1000])
-    assert mlt_at_risk(now, {(1, 1)}) == pytest.approx(0.0605)
     assert top_up_mlt(now, {(1, 1)}, 0.0606) == ()
     assert top_up_mlt(now, {(1, 1)}, 0.0604) == ((0, 0),)
     assert top_up_mlt(now, set(), 0.0606) == ((1, 1),)
@@ -148,7 +145,6 @@ def test_top_up_of_mlt_keeps_the_budget_with_the_fewest_experts(data):
     more = top_up_mlt(now, stored, budget)
     assert not set(more) & stored
     assert mlt(more) <= Fraction(str(budget))
-    assert float(mlt(())) <= mlt_at_risk(now, stored) <= float(mlt(())) + 1e-11
     others = [c for c in cells if c not in stored]
     tight = Fraction(str(budget)) - Fraction(1, 10**11)  # by which parts are rounded up
     assert not any(mlt(fewer) <= tight for n in range(len(more)) for fewer in combinations(others, n))

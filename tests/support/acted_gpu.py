@@ -124,6 +124,7 @@ class ActedGPU(TorchFunctionMode):
         lockers: (name of the thread, bytes) of each time that memory was page-locked, mapped or not.
         unlockers: Names of the threads that unlocked mapped memory.
         locking_secs_per_byte: What that costs.
+        is_full: Another process has taken all memory of the device: nothing is gathered, laid out or converted there.
         refusals: How many of the next calls that lock memory fail, for want of memory.
     """
 
@@ -143,6 +144,7 @@ class ActedGPU(TorchFunctionMode):
         self.lockers: list[tuple[str, int]] = []
         self.unlockers: list[str] = []
         self.locking_secs_per_byte, self.refusals = LOCKING_SECS_PER_BYTE, 0
+        self.is_full = False
         self._files: dict[int, str] = {}
         self._errors = threading.local()
         self._thread = threading.current_thread()
@@ -156,6 +158,7 @@ class ActedGPU(TorchFunctionMode):
             torch.Tensor.cuda: lambda func, tensor, *_, **__: self._moved(tensor, True, "cuda"),
             torch.Tensor.to: self._to,
             torch.Tensor.copy_: self._copy,
+            torch.cat: self._cat,
         }
 
     def __enter__(self) -> ActedGPU:
@@ -309,6 +312,7 @@ class ActedGPU(TorchFunctionMode):
             if self.holds(into) and not self.holds(source):
                 self.arrivals.append((source.numel() * source.element_size(), self._is_pinned(source)))
             return func(into, source)
+        self._require_room(source.is_contiguous() and source.dtype == into.dtype)
         if not (non_blocking and self._is_pinned(into)):
             self.note("copy_")
             return func(into, source)
@@ -319,6 +323,16 @@ class ActedGPU(TorchFunctionMode):
         into.view(torch.uint8).fill_(RUBBISH) if into.dim() else into.view(1).view(torch.uint8).fill_(RUBBISH)
         self.stream.work.append(transfer)
         return into
+
+    def _cat(self, func: Any, tensors: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        there = self._has_one_there(tensors)
+        self._require_room(not there)
+        joined: torch.Tensor = func(tensors, *args, **kwargs)
+        return self.take(joined) if there else joined
+
+    def _require_room(self, needs_none: bool) -> None:
+        if self.is_full and not needs_none:
+            raise torch.OutOfMemoryError("CUDA out of memory, as it is acted")
 
     def _require_one_piece(self, into: torch.Tensor) -> None:
         """Fails if a copy begins in memory that is locked, and does not end in the same piece."""

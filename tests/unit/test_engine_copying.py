@@ -430,3 +430,32 @@ def test_a_device_times_its_copies_by_itself_however_late_somebody_looks():
             time.sleep(0.5)
             copy.wait_on_host()
     assert copy.moving_secs < 0.4 < copy.secs
+
+
+def test_a_device_that_others_have_filled_is_copied_all_the_same(caplog):
+    """Small tensors one by one, what is strided or converted by way of the host. It is said once."""
+    copying._say_full.cache_clear()
+    many = [torch.randn(300, 100) for _ in range(6)]
+    strided = [torch.randn(40, 30).t(), torch.randn(50, 8)[:, 3:5], torch.randn(9, 2)[:, 1]]
+    pieces = [piece(f"model/{at}", source) for at, source in enumerate([*many, *strided])]
+    expected = {source.entry.name: bytes_of(source.source) for source in pieces}
+    converted = torch.randn(7)
+    with ActedGPU() as gpu, closing(Copier()) as copier:
+        for source in pieces:
+            gpu.take(source.block)
+        gpu.take(converted)
+        program, laid = program_of(pieces), lay_out([p.entry for p in pieces])
+        memory = torch.empty(laid[-1].end, dtype=torch.uint8, pin_memory=True)
+        copier._pool.submit(TorchFunctionMode.__enter__, gpu).result()  # the copying thread sees the device, too
+        for gpu.is_full in (True, True, False):
+            memory.fill_(MARK)
+            copy = copier.start([(program, memory)])
+            copy.join()
+            copy.wait_on_host()
+            raw = memory.numpy().tobytes()
+            assert {entry.name: raw[entry.begin : entry.end] for entry in laid} == expected
+        gpu.is_full = True
+        half = torch.zeros(14, dtype=torch.uint8)
+        copying.transfer(converted, half, torch.bfloat16, (7,))
+    assert torch.equal(half.view(torch.bfloat16), converted.bfloat16())
+    assert caplog.text.count("no memory left") == 1

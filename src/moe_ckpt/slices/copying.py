@@ -7,12 +7,13 @@ side stream, and the join makes the training stream wait, not the host. Through 
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from operator import attrgetter
 
 import numpy as np
@@ -35,6 +36,8 @@ from moe_ckpt.slices.cuts import (
     on_cuda,
 )
 from moe_ckpt.threads import ThreadName, named_pool
+
+log = logging.getLogger("moe_ckpt")
 
 _VERSION = attrgetter("_version")
 _LARGE_NBYTES = 1 << 16
@@ -168,12 +171,34 @@ class CopyStep:
         into = memory[self.begin : self.end]
         first = self.sources[0]
         if self.shape is not None or not first.is_cpu:
-            source = first if len(self.sources) == 1 else torch.cat(self.sources)
-            transfer(source, into, self.dtype, self.shape or (-1,))
+            begin = 0
+            for source in _gathered_there(self.sources):
+                end = begin + source.numel() * self.dtype.itemsize
+                transfer(source, into[begin:end], self.dtype, self.shape or (-1,))
+                begin = end
         elif len(self.sources) == 1:
             np.copyto(into.numpy(), first.view(torch.uint8).numpy())  # copy_ would take all cores
         else:
             torch.cat(self.sources, out=into.view(self.dtype))
+
+
+def _gathered_there(sources: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Returns sources as one, if their device has room for it."""
+    if len(sources) == 1:
+        return sources
+    try:
+        return (torch.cat(list(sources)),)
+    except torch.OutOfMemoryError:
+        _say_full()
+        return sources
+
+
+@cache
+def _say_full() -> None:
+    log.warning(
+        "the GPU has no memory left, not even a few MB to gather small tensors in: they are copied one by one, and what "
+        "does not lie in one piece by way of the host, which takes longer. Does another process use this GPU?"
+    )
 
 
 def versions(tensors: Sequence[torch.Tensor]) -> Numbers:
@@ -219,7 +244,8 @@ def copy_here(sources: Sequence[tuple[SliceEntry, torch.Tensor]], memory: torch.
 
 
 def transfer(source: torch.Tensor, memory: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> None:
-    """Copy a tensor into host memory: from the CPU at once, from a device on its current stream.
+    """Copy a tensor into host memory: from the CPU at once, from a device on its current stream; at once, too, if the
+    device has no room to convert it, or to lay it out in one piece.
 
     Args:
         source: What to copy.
@@ -227,6 +253,21 @@ def transfer(source: torch.Tensor, memory: torch.Tensor, dtype: torch.dtype, sha
         dtype: Of the elements there.
         shape: Of ``source``, where that is not flat.
     """
+    try:
+        _transfer(source, memory, dtype, shape)
+    except torch.OutOfMemoryError:
+        _say_full()
+        memory.view(dtype).view(tuple(shape)).copy_(_on_host(source))
+
+
+def _on_host(source: torch.Tensor) -> torch.Tensor:
+    """Returns a copy of a device's tensor that takes no memory there: of all that lies between its elements, too."""
+    extent = 1 + sum((size - 1) * stride for size, stride in zip(source.shape, source.stride(), strict=True))
+    whole = torch.empty(extent, dtype=source.dtype, device="cpu").copy_(source.as_strided((extent,), (1,)))
+    return whole.as_strided(source.shape, source.stride())
+
+
+def _transfer(source: torch.Tensor, memory: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> None:
     ends = _lock_ends(memory) if source.is_cuda else []
     if not ends:
         memory.view(dtype).view(tuple(shape)).copy_(source, non_blocking=True)

@@ -196,8 +196,8 @@ def _gathered_there(sources: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
 @cache
 def _say_full() -> None:
     log.warning(
-        "the GPU has no memory left, not even a few MB to gather small tensors in: they are copied one by one, and what "
-        "does not lie in one piece by way of the host, which takes longer. Does another process use this GPU?"
+        "the GPU has no memory left, not even a few MB to gather small tensors in: they are copied one by one, and "
+        "what does not lie in one piece by way of the host, which takes longer. Does another process use this GPU?"
     )
 
 

@@ -140,6 +140,8 @@ class GradientCapture:
         self._undo: list[Callable[[], None]] = []
         self._listed_groups: list[list[torch.Tensor]] = []
         self._tensors: dict[tuple[int, str], torch.Tensor] = {}
+        self._updated: list[list[tuple[Unit, torch.Tensor]]] = []
+        """Of each optimizer, what it updates."""
         for number, optimizer in enumerate(self._optimizers):
             self._hook(number, optimizer)
 
@@ -173,15 +175,14 @@ class GradientCapture:
     def _consumed(self, number: int, optimizer: Optimizer) -> ConsumedGradients:
         units: list[Unit] = []
         gradients: list[torch.Tensor] = []
-        for at, group in enumerate(optimizer.param_groups):
-            for parameter in group["params"]:
-                raw = parameter.grad
-                if raw is not None:
-                    unit = self._unit(number, at, parameter)
-                    gradient = block_in(raw)
-                    unit.require_alike(gradient, "the gradient")
-                    units.append(unit)
-                    gradients.append(gradient.detach() if gradient.requires_grad else gradient)
+        self.tensors()
+        for unit, parameter in self._updated[number]:
+            raw = parameter.grad
+            if raw is not None:
+                gradient = block_in(raw)
+                unit.require_alike(gradient, "the gradient")
+                units.append(unit)
+                gradients.append(gradient.detach() if gradient.requires_grad else gradient)
         if self._rounded is not None:
             _round(gradients, self._rounded)
         grad_scale, found_inf = (copied_value(getattr(optimizer, name, None)) for name in ("grad_scale", "found_inf"))
@@ -218,10 +219,10 @@ class GradientCapture:
         lists = [group["params"] for optimizer in self._optimizers for group in optimizer.param_groups]
         if not _are_same(lists, self._listed_groups):
             self._listed_groups = list(map(list, lists))
-            self._tensors = {
-                (unit.optimizer, unit.name): parameter
-                for unit, parameter in zip(self.units(), chain.from_iterable(lists), strict=True)
-            }
+            self._updated = [[] for _ in self._optimizers]
+            for unit, parameter in zip(self.units(), chain.from_iterable(lists), strict=True):
+                self._updated[unit.optimizer].append((unit, parameter))
+            self._tensors = {(unit.optimizer, unit.name): p for updated in self._updated for unit, p in updated}
         return self._tensors
 
     def after_updates(self, call: Callable[[int], None]) -> None:

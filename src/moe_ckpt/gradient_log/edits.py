@@ -10,7 +10,7 @@ models as a whole at each step, of large ones a few MiB. On a device nothing is,
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
 
@@ -18,6 +18,8 @@ import numpy as np
 import torch
 from torch.optim import Optimizer
 
+from moe_ckpt.errors import UnsupportedError
+from moe_ckpt.format.sealed import FixedStrings
 from moe_ckpt.gradient_log.capture import GradientCapture
 from moe_ckpt.modeling.blocks import block_in
 from moe_ckpt.modeling.watching import Entries, addresses
@@ -26,6 +28,8 @@ from moe_ckpt.slices.copying import versions
 log = logging.getLogger("moe_ckpt")
 
 Named = Sequence[tuple[str, torch.Tensor]]
+Counted = tuple[str, FixedStrings, list[torch.Tensor]]
+"""A kind of state, the names of parameters, and that state of each."""
 _MOST_TENSORS, _MOST_BYTES = 64, 4 << 20
 """Of weights whose values are compared at a step."""
 _OF_NO_USE = 3
@@ -78,29 +82,44 @@ class Values:
     def __init__(self, named: Named) -> None:
         self._named = [(name, tensor) for name, tensor in named if tensor.element_size() in _INTEGERS]
         self._next = self._turn = 0
-        self._noted: list[tuple[str, torch.Tensor, torch.Tensor]] = []
+        self._noted: dict[torch.dtype, tuple[list[str], list[torch.Tensor]]] = {}
+        self._copies: dict[torch.dtype, torch.Tensor] = {}
 
     def note(self) -> None:
         """Copies the next ones."""
-        self._noted, rest, self._turn = [], _MOST_BYTES, self._turn + 1
+        self._noted, rest, noted, self._turn = {}, _MOST_BYTES, 0, self._turn + 1
         for at in range(min(len(self._named), _MOST_TENSORS)):
             name, tensor = self._named[(self._next + at) % len(self._named)]
             block = block_in(tensor).detach()
             if not block.is_cpu:
                 continue  # training would wait for the device at each comparison
             part = _part(block.view(_INTEGERS[tensor.element_size()]), rest, self._turn)
-            self._noted.append((name, part, part.clone()))
+            names, parts = self._noted.setdefault(part.dtype, ([], []))
+            names.append(name)
+            parts.append(part)
+            noted += 1
             rest -= part.nbytes
             if rest <= 0:
                 break
-        self._next += len(self._noted)
+        self._next += noted
+        self._copies = {dtype: _joined(parts) for dtype, (_, parts) in self._noted.items()}
 
     def changed(self) -> Sequence[str]:
         """Returns the names of tensors with other values now, and notes these values."""
-        differing = [(name, live, copy) for name, live, copy in self._noted if not torch.equal(live, copy)]
-        for _, live, copy in differing:
-            copy.copy_(live)
-        return [name for name, _, _ in differing]
+        differing: list[str] = []
+        for dtype, (names, parts) in self._noted.items():
+            now, before = _joined(parts), self._copies[dtype]
+            if not torch.equal(now, before):
+                sizes = [part.numel() for part in parts]
+                pairs = zip(names, torch.split(now, sizes), torch.split(before, sizes), strict=True)
+                differing += [name for name, one, other in pairs if not torch.equal(one, other)]
+                self._copies[dtype] = now
+        return differing
+
+
+def _joined(parts: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Returns a copy of the elements of all: to copy and compare each by itself takes longer than its bytes do."""
+    return torch.cat([part.reshape(-1) for part in parts])
 
 
 class Marks:
@@ -115,6 +134,7 @@ class Marks:
     def __init__(self, weights: Named, optimizer: Optimizer | None, *, by_value: bool = True) -> None:
         self._weights, self._optimizer = weights, optimizer
         self._values = Values(weights if by_value else ())
+        self._counts: list[Counted] = []
         self._note_state()
 
     def _note_state(self) -> None:
@@ -130,6 +150,30 @@ class Marks:
             [*self._weights, *((n, entry) for n, entry in tensors if isinstance(entry, torch.Tensor))],
             len(self._weights),
         )
+        self._counts = []
+
+    def counts(self) -> Sequence[Counted]:
+        """Returns the state of no dimension (step counts), which a parameter has once, whatever rows are saved.
+
+        Raises:
+            UnsupportedError: The optimizer keeps state that is no tensor.
+        """
+        groups: dict[tuple[str, torch.dtype, torch.device], tuple[list[str], list[torch.Tensor]]] = {}
+        for name, state in () if self._counts else self._state.items():
+            for kind, value in state.items():
+                if isinstance(value, torch.Tensor):
+                    if value.ndim == 0:
+                        names, values = groups.setdefault((kind, value.dtype, value.device), ([], []))
+                        names.append(name)
+                        values.append(value)
+                elif value is not None:
+                    raise UnsupportedError(
+                        f"state {kind!r} of {name} in {type(self._optimizer).__name__} is a {type(value).__name__}; "
+                        "only tensors are logged. Keep it in a tensor, as torch's optimizers do, or use a policy that "
+                        "saves full state."
+                    )
+        self._counts += [(kind, FixedStrings(names), values) for (kind, *_), (names, values) in groups.items()]
+        return self._counts
 
     def note(self) -> None:
         """The update has ended."""
@@ -218,6 +262,12 @@ class EditWatch:
             self._look()
             self._has_looked = True
         return tuple(self._edited)
+
+    def counts(self) -> Iterator[dict[str, Any]]:
+        """Yields ``Marks.counts`` of the optimizers as plain data, right after ``edited``."""
+        for number, marks in self._marks.items():
+            for kind, names, values in marks.counts():
+                yield {"optimizer": number, "state": kind, "units": names, "values": torch.stack(values)}
 
     def _look(self) -> None:
         marks = chain(self._marks.values(), [] if self._copies is None else [self._copies])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -162,7 +162,7 @@ class RunLog(GradientConsumer, GradientRecord):
         """
         if self._capture is None:
             return StepGradients((), {"updates": [], "counts": []}, ())
-        described = self._described_by(tensors)
+        edited, described = tuple(self._edited_names()), self._described_by(tensors)
         gradients = [
             described(unit, piece, gradient)
             for consumed in self._consumed
@@ -170,8 +170,8 @@ class RunLog(GradientConsumer, GradientRecord):
             for piece in unit.pieces
         ]
         updates = [self._plain(consumed.update) for consumed in self._consumed]
-        plain = {"updates": updates, "counts": list(self._counts()), "layout": self._layout_of(self._capture)}
-        return StepGradients(gradients, plain, tuple(self._edited_names()))
+        plain = {"updates": updates, "counts": list(self._edits.counts()), "layout": self._layout_of(self._capture)}
+        return StepGradients(gradients, plain, edited)
 
     def edited(self, step: int) -> bool:
         """See ``ports.GradientRecord``."""
@@ -229,27 +229,6 @@ class RunLog(GradientConsumer, GradientRecord):
             strings = self._names[names] = FixedStrings(names)
         return strings
 
-    def _counts(self) -> Iterator[dict[str, Any]]:
-        """Optimizer state of no dimension (step counts), which a parameter has once, whatever rows are saved."""
-        groups: dict[tuple[int, str, torch.dtype, torch.device], tuple[list[str], list[torch.Tensor]]] = {}
-        tensors = {} if self._capture is None else self._capture.tensors()
-        for (number, name), tensor in tensors.items():
-            for kind, value in self._optimizers[number].state.get(tensor, {}).items():
-                if isinstance(value, torch.Tensor):
-                    if value.ndim == 0:
-                        names, values = groups.setdefault((number, kind, value.dtype, value.device), ([], []))
-                        names.append(name)
-                        values.append(value)
-                elif value is not None:
-                    raise UnsupportedError(
-                        f"state {kind!r} of {name} in {type(self._optimizers[number]).__name__} is a "
-                        f"{type(value).__name__}; only tensors are logged. Keep it in a tensor, as torch's optimizers "
-                        "do, or use a policy that saves full state."
-                    )
-        for (number, kind, _, _), (names, values) in groups.items():
-            fixed = self._fixed(tuple(names))
-            yield {"optimizer": number, "state": kind, "units": fixed, "values": torch.stack(values)}
-
 
 _MOST_LISTS = 64
 
@@ -280,11 +259,11 @@ class _Gradients:
 
     def __call__(self, unit: Unit, piece: UnitBlock, gradient: torch.Tensor) -> StateTensor:
         """Returns the part of a unit's gradient that belongs to one of its blocks."""
-        local = piece.view(block_in(gradient))
-        described = self._described.get((id(piece), local.dtype))
+        described = self._described.get((id(piece), gradient.dtype))
         if described is None:
-            described = self._described[id(piece), local.dtype] = piece, self._describe(unit, piece, local)
-        return described[1].with_local(local)
+            described = self._described[id(piece), gradient.dtype] = piece, self._describe(unit, piece, gradient)
+        is_whole = piece.box.shape == unit.shape and piece.stride == unit.stride
+        return described[1].with_local(gradient if is_whole else piece.view(gradient))
 
     def _describe(self, unit: Unit, piece: UnitBlock, local: torch.Tensor) -> StateTensor:
         template = self._templates.get((piece.parameter, tuple(piece.box.offsets), tuple(piece.box.shape)))

@@ -235,18 +235,18 @@ def with_newest_experts(in_memory: Iterable[MemoryStep]) -> tuple[int, ...]:
     Not those that storage has, and the newest version of an expert in one that storage has is not looked for further.
     """
     steps = sorted((step for step in in_memory if step.complete), key=lambda step: -step.number)
-    newest_here = _newest_versions((step, step.experts) for step in steps)
-    return tuple(sorted(newest_here | _newest_versions((step, step.sent) for step in steps if step.copied)))
+    newest_here = _newest_versions([(step, step.experts) for step in steps])
+    return tuple(sorted(newest_here | _newest_versions([(step, step.sent) for step in steps if step.copied])))
 
 
-def _newest_versions(steps: Iterable[tuple[MemoryStep, npt.NDArray[np.bool_]]]) -> set[int]:
+def _newest_versions(steps: Sequence[tuple[MemoryStep, npt.NDArray[np.bool_]]]) -> set[int]:
     """Of (snapshot, experts), newest first, those with experts that none before has."""
-    numbers, seen = set(), NO_EXPERTS
-    for step, experts in steps:
-        if not step.on_storage and (experts & ~seen).any():
-            numbers.add(step.number)
-        seen = seen | experts
-    return numbers
+    with_experts = [(step, experts) for step, experts in steps if experts is not NO_EXPERTS]
+    if not with_experts:
+        return set()
+    experts_of = np.array([experts for _, experts in with_experts])
+    newest = np.unique(experts_of.argmax(axis=0)[experts_of.any(axis=0)])
+    return {step.number for step, _ in map(with_experts.__getitem__, newest.tolist()) if not step.on_storage}
 
 
 def needed(in_memory: Iterable[MemoryStep]) -> frozenset[int]:

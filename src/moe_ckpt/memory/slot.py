@@ -26,6 +26,8 @@ STARTS_SUFFIX = ".starts"
 OWN, COPY = "slot", "copy"
 """How the names of slots begin that are in ``ARENA`` and in ``COPIES``. After ``AT`` comes the first byte there."""
 AT = "@"
+_SPARE = "spare.tmp"
+"""The header that was unsealed last: the next one is written into its pages. To free them takes training's time."""
 _MOST_HEADER_NBYTES = 4 * MAX_HEADER_BYTES
 
 
@@ -108,10 +110,13 @@ class Slot:
         if not self.is_there:
             raise MemoryGoneError(str(self.path))
         unfinished = self.path.with_suffix(".tmp")
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+        flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
+            with contextlib.suppress(FileNotFoundError):
+                self.path.with_name(_SPARE).rename(unfinished)
             with open(PRIVATE.create(str(unfinished), flags), "wb") as file:
                 file.write(header)
+                file.truncate()
         except OSError as error:
             unfinished.unlink(missing_ok=True)
             if error.errno in FULL:
@@ -132,7 +137,8 @@ class Slot:
 
     def unseal(self) -> None:
         """The bytes are about to change."""
-        self.path.with_suffix(HEADER_SUFFIX).unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            self.path.with_suffix(HEADER_SUFFIX).rename(self.path.with_name(_SPARE))
 
     def remove(self) -> None:
         """Delete the files; a warning tells of trouble. Whoever still uses ``memory`` of an earlier life keeps it."""

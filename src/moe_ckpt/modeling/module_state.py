@@ -212,6 +212,8 @@ class FrozenExperts:
 
     def __init__(self, catalog: Catalog, parameters: Callable[[], Mapping[str, nn.Parameter]]) -> None:
         self._parameters, self._frozen = parameters, Frozen()
+        self._every: Mapping[str, nn.Parameter] | None = None
+        self._of_experts: Mapping[str, nn.Parameter] = {}
         self._of = {catalog.expert_at[op.id]: {span.parameter for span in op.spans} for op in catalog.experts}
         self._shape = catalog.expert_places.shape
         self._names: FixedStrings | None = None
@@ -219,7 +221,11 @@ class FrozenExperts:
 
     def __call__(self) -> npt.NDArray[np.bool_] | None:
         """Returns ``[L, E]``, the very same array for as long as it is the same; None if no expert is frozen."""
-        names = self._frozen.names(self._parameters())
+        every = self._parameters()
+        if every is not self._every:
+            shared = every.keys() & frozenset[str]().union(*self._of.values())
+            self._every, self._of_experts = every, {name: every[name] for name in shared}
+        names = self._frozen.names(self._of_experts)
         if names is not self._names:
             self._names, frozen = names, frozenset(names)
             mask = np.zeros(self._shape, dtype=bool)

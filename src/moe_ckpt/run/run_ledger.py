@@ -266,7 +266,8 @@ class RunLedger:
                 if copied:
                     sent = contents.brings(Tier.PEER, self.catalog.everything)
                     self.ledger.hold(sent, snapshot.step, snapshot.applied, Tier.PEER)
-                self._rescued -= frozenset(operators)
+                if self._rescued:
+                    self._rescued -= frozenset(operators)
         elif contents.window is not None:
             self._lost_in_memory = contents.window.start
             self._end_window_that_is_lost(on_storage=not contents.to_storage)

@@ -179,9 +179,11 @@ class WriteAssignment:
     shares: Shares
 
 
-def _unit_shares(
-    dealt: Iterable[tuple[ShardingUnit, Sequence[RowRange]]], peers: Mapping[int, int], rank: int
-) -> Mapping[str, Sequence[UnitShare]]:
+Dealt = tuple[tuple[ShardingUnit, Sequence[RowRange]], ...]
+"""Units, each with its parts."""
+
+
+def _unit_shares(dealt: Dealt, peers: Mapping[int, int], rank: int) -> Mapping[str, Sequence[UnitShare]]:
     """See ``WriteAssignment.unit_shares``; peers: rank -> its number in the parts."""
     number, by_operator = peers.get(rank, -1), dict[str, list[UnitShare]]()
     for unit, parts in dealt:
@@ -212,6 +214,8 @@ class Sharder:
         self._compute_weights: Weights | None = None
         self._compute_types: ComputeTypes = {}
         self._expert_bytes = Remembered(self._bytes_of_experts)
+        self._dealt: Dealt = ()
+        self._unit_shares: Callable[[int], Mapping[str, Sequence[UnitShare]]] = lambda rank: {}
 
     def assign(
         self,
@@ -237,8 +241,10 @@ class Sharder:
             self._preload(preload, light.experts, resting)
             units = in_dealing_order(units)
         shares = shares_adaptive(units, preload)
-        shares_of = partial(_unit_shares, tuple(zip(shares.units, shares.dealt, strict=True)), self._number)
-        return WriteAssignment(self._owners, lru_cache(shares_of), shares)
+        dealt = tuple(zip(shares.units, shares.dealt, strict=True))
+        if dealt != self._dealt:  # else whoever is asked for the shares of a rank gives the very same object again
+            self._dealt, self._unit_shares = dealt, lru_cache(partial(_unit_shares, dealt, self._number))
+        return WriteAssignment(self._owners, self._unit_shares, shares)
 
     def _chosen(self, units: Sequence[ShardingUnit], places: Numbers) -> list[ShardingUnit]:
         """Those of the operators at ``places``."""

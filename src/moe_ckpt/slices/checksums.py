@@ -9,9 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from functools import partial
-from itertools import starmap
-from struct import iter_unpack
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -20,12 +18,12 @@ import xxhash
 from moe_ckpt.format.finite import all_finite, first_not_finite
 from moe_ckpt.format.shard import Checksums
 from moe_ckpt.memory.cgroups import cores
-from moe_ckpt.slices.compiling import CompiledPart
 from moe_ckpt.slices.cuts import Numbers
 from moe_ckpt.threads import ThreadName, named_pool
 
-_SMALL_NBYTES, _MANY = 512, 32
-"""See ``_stretches``."""
+if TYPE_CHECKING:
+    from moe_ckpt.slices.compiling import CompiledPart
+
 _WARM_NBYTES = 4 << 20
 """Read twice in a row: a cache has so many, and to ask for each call takes little beside it."""
 _TASK_NBYTES = 32 << 20
@@ -65,7 +63,7 @@ class Checker:
 
         Raises what a part's ``arrive`` raises.
         """
-        checks = [[partial(_check, copied, *span, judged) for span in _spans(copied.part.ends)] for copied in parts]
+        checks = [[partial(_check, copied, pieces, judged) for pieces in copied.part.pieces] for copied in parts]
         if self._pool is None:
             return [_joined([check() for check in of_part]) for of_part in checks]
         started: list[list[Future[_Checked]]] = [list(map(self._pool.submit, of_part)) for of_part in checks]
@@ -89,7 +87,7 @@ def checking_threads(local_ranks: int) -> int:
 
 def checksums_of(part: CompiledPart, memory: torch.Tensor) -> Checksums:
     """XXH3-64 of each of the part's slices, whose bytes lie in ``memory`` (uint8, host)."""
-    return _numbers(_digests(memory.numpy().data, part.ends, 0, len(part.ends)))
+    return _numbers(_digests(memory.numpy().data, [0, *part.ends.tolist()]))
 
 
 _Checked = tuple[bytes, str]
@@ -104,42 +102,51 @@ def _numbers(digests: bytes) -> Checksums:
     return np.frombuffer(digests, dtype=">u8").astype(np.uint64)
 
 
-def _spans(ends: Numbers, begin: int = 0, most: int = _TASK_NBYTES) -> Iterator[tuple[int, int]]:
-    """(first, the one behind the last) of slices that together have at most so many bytes, or of one.
+class Piece(NamedTuple):
+    """Neighbouring slices of one type that a cache has room for, or one that is larger.
+
+    Attributes:
+        dtype: Their type; empty where values do not count.
+        first: Which slice of the part is the first.
+        bounds: Where it begins, and where each ends.
+    """
+
+    dtype: str
+    first: int
+    bounds: list[int]
+
+
+def pieces_of(ends: Numbers, of_types: Sequence[tuple[str, int, int]]) -> list[list[Piece]]:
+    """Divides a part into what one thread takes at a time, and that into pieces.
 
     Args:
-        ends: Where each slice ends.
-        begin: Where the first begins.
-        most: See above.
+        ends: Where each slice ends; the next begins there.
+        of_types: As ``CompiledPart.stretches``.
     """
-    first = 0
-    while first < len(ends):
-        stop = max(first + 1, int(np.searchsorted(ends, begin + most, side="right")))
-        yield first, stop
-        first, begin = stop, int(ends[stop - 1])
+    bounds = np.concatenate([[0], ends])
+    return [
+        [
+            Piece(dtype, low, bounds[low : high + 1].tolist())
+            for dtype, begin, end in _alike(of_types, first, stop)
+            for low, high in _spans(bounds, begin, end, _WARM_NBYTES)
+        ]
+        for first, stop in _spans(bounds, 0, len(ends), _TASK_NBYTES)
+    ]
 
 
-def _check(copied: CopiedPart, first: int, stop: int, judged: Judged) -> _Checked:
-    """Checks slices of a part. On any thread."""
-    part, ends, data = copied.part, copied.part.ends, copied.memory.numpy().data
-    copied.arrive(int(ends[stop - 1]))
-    digests, spoiled = bytearray(), ""
-    for dtype, begin, end in _alike(part, first, stop):
-        at_begin = int(ends[begin - 1]) if begin else 0
-        for low, high in _spans(ends[begin:end], at_begin, _WARM_NBYTES):
-            checked, is_finite = _check_warm(data, ends, begin + low, begin + high, dtype)
-            digests += checked
-            if not is_finite and not spoiled:
-                numbers = part.slices.numbers[begin + low : begin + high].tolist()
-                entries = [part.slices.entries[number] for number in numbers]
-                spoiled = first_not_finite(entries, data, ends[begin + low : begin + high].tolist(), judged)
-    return bytes(digests), spoiled
+def _spans(bounds: Numbers, first: int, stop: int, most: int) -> Iterator[tuple[int, int]]:
+    """(first, the one behind the last) of slices that together have at most so many bytes, or of one."""
+    while first < stop:
+        last = int(np.searchsorted(bounds, bounds[first] + most, side="right")) - 1
+        last = min(stop, max(first + 1, last))
+        yield first, last
+        first = last
 
 
-def _alike(part: CompiledPart, first: int, stop: int) -> Iterator[tuple[str, int, int]]:
+def _alike(of_types: Sequence[tuple[str, int, int]], first: int, stop: int) -> Iterator[tuple[str, int, int]]:
     """Yields (type, first, the one behind the last) of the slices in their order; no type where values do not count."""
     at = first
-    for dtype, begin, end in part.stretches:
+    for dtype, begin, end in of_types:
         begin, end = max(begin, at), min(end, stop)
         if begin < end:
             if at < begin:
@@ -150,47 +157,35 @@ def _alike(part: CompiledPart, first: int, stop: int) -> Iterator[tuple[str, int
         yield "", at, stop
 
 
-def _check_warm(data: memoryview, ends: Numbers, first: int, stop: int, dtype: str) -> tuple[bytes, bool]:
-    """Returns digests of neighbouring slices of one type, and whether they are finite, or do not count (no type)."""
-    begin, end = int(ends[first - 1]) if first else 0, int(ends[stop - 1])
+def _check(copied: CopiedPart, pieces: Sequence[Piece], judged: Judged) -> _Checked:
+    """Checks slices of a part. On any thread."""
+    data, slices = copied.memory.numpy().data, copied.part.slices
+    copied.arrive(pieces[-1].bounds[-1])
+    digests, spoiled = bytearray(), ""
+    for piece in pieces:
+        checked, is_finite = _check_warm(data, piece)
+        digests += checked
+        if not is_finite and not spoiled:
+            ends = piece.bounds[1:]
+            numbers = slices.numbers[piece.first : piece.first + len(ends)].tolist()
+            spoiled = first_not_finite([slices.entries[number] for number in numbers], data, ends, judged)
+    return bytes(digests), spoiled
+
+
+def _check_warm(data: memoryview, piece: Piece) -> tuple[bytes, bool]:
+    """Returns digests of a piece's slices, and whether they are finite, or do not count (no type)."""
+    dtype, begin, end = piece.dtype, piece.bounds[0], piece.bounds[-1]
     if end - begin <= _WARM_NBYTES:
-        return _digests(data, ends, first, stop), not dtype or all_finite(data[begin:end], dtype)
+        return _digests(data, piece.bounds), not dtype or all_finite(data[begin:end], dtype)
     hasher, is_finite = xxhash.xxh3_64(), True
     for at in range(begin, end, _WARM_NBYTES):
-        piece = data[at : min(at + _WARM_NBYTES, end)]
-        hasher.update(piece)
-        is_finite = is_finite and (not dtype or all_finite(piece, dtype))
+        chunk = data[at : min(at + _WARM_NBYTES, end)]
+        hasher.update(chunk)
+        is_finite = is_finite and (not dtype or all_finite(chunk, dtype))
     return hasher.digest(), is_finite
 
 
-def _digests(data: memoryview, ends: Numbers, first: int, stop: int) -> bytes:
-    """Digests of the slices from ``first`` to before ``stop``, one after the other."""
-    digests = bytearray()
-    for low, high, nbytes in _stretches(ends, first, stop):
-        begin = int(ends[low - 1]) if low else 0
-        if nbytes:
-            pieces = iter_unpack(f"{nbytes}s", data[begin : int(ends[high - 1])])
-            digests += b"".join(starmap(xxhash.xxh3_64_digest, pieces))
-        else:
-            bounds = ends[low:high].tolist()
-            views = map(data.__getitem__, map(slice, [begin, *bounds], bounds))
-            digests += b"".join(map(xxhash.xxh3_64_digest, views))
-    return bytes(digests)
-
-
-def _stretches(ends: Numbers, first: int, stop: int) -> Iterator[tuple[int, int, int]]:
-    """(first slice, the one behind the last, size of each) of stretches of many small slices of one size, and with 0
-    for the size what lies between. To take a small piece of memory as bytes is quicker than to take a view of it."""
-    done = first
-    if stop - first >= _MANY:
-        sizes = np.diff(ends[first:stop], prepend=ends[first - 1] if first else 0)
-        bounds = np.concatenate([[0], np.flatnonzero(sizes[1:] != sizes[:-1]) + 1, [len(sizes)]])
-        for at in np.flatnonzero(np.diff(bounds) >= _MANY).tolist():
-            low, high = bounds[at : at + 2].tolist()
-            if 0 < sizes[low] <= _SMALL_NBYTES:
-                if done < first + low:
-                    yield done, first + low, 0
-                yield first + low, first + high, int(sizes[low])
-                done = first + high
-    if done < stop:
-        yield done, stop, 0
+def _digests(data: memoryview, bounds: Sequence[int]) -> bytes:
+    """Digests of slices, one after the other: no bytecode for each."""
+    views = map(data.__getitem__, map(slice, bounds, bounds[1:]))
+    return b"".join(map(xxhash.xxh3_64_digest, views))

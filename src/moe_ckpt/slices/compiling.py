@@ -28,6 +28,7 @@ from moe_ckpt.format.shard import ALIGNMENT, GRADIENT, SliceEntry, head_of, in_a
 from moe_ckpt.ledger.coverage import PRIME, Box
 from moe_ckpt.ports import StateTensor, TensorSpec
 from moe_ckpt.slices.assignment import ComputeTypes, Sharder, WriteAssignment
+from moe_ckpt.slices.checksums import Piece, pieces_of
 from moe_ckpt.slices.claims import Claims
 from moe_ckpt.slices.copying import CopyProgram
 from moe_ckpt.slices.cuts import (
@@ -138,6 +139,11 @@ class CompiledPart:
     def stretches(self) -> Sequence[tuple[str, int, int]]:
         """The stretches of the slices of operators, type by type: (type, first, the one behind the last)."""
         return stretches(self._table)
+
+    @cached_property
+    def pieces(self) -> Sequence[Sequence[Piece]]:
+        """What one thread checks at a time."""
+        return pieces_of(self.ends, self.stretches)
 
     @property
     def boxes(self) -> tuple[tuple[str, Box], ...]:

@@ -105,7 +105,8 @@ class CopyProgram:
     @cached_property
     def steps(self) -> tuple[CopyStep, ...]:
         """Made on the copying thread, when it first needs them: the runs of neighbours, small ones gathered."""
-        return tuple(self._steps()) if len(self._numbers) else ()
+        steps = self._steps() if len(self._numbers) else ()
+        return tuple(chunk for step in steps for chunk in step.chunks(_PIECE_NBYTES))
 
     def _steps(self) -> Iterator[CopyStep]:
         tensors, numbers, target_begins = self._shelf.sources, self._numbers, self._begins
@@ -155,6 +156,12 @@ class CopyStep:
         """Bytes in all."""
         return self.end - self.begin
 
+    @cached_property
+    def _bytes(self) -> npt.NDArray[np.uint8]:
+        """Of the only source, in host memory."""
+        source: npt.NDArray[np.uint8] = self.sources[0].view(torch.uint8).numpy()
+        return source
+
     def chunks(self, most: int) -> Iterator[CopyStep]:
         """The same in pieces of no more than ``most`` bytes, where one large run can be divided."""
         if self.size <= most or len(self.sources) > 1 or self.shape is not None:
@@ -177,7 +184,7 @@ class CopyStep:
                 transfer(source, into[begin:end], self.dtype, self.shape or (-1,))
                 begin = end
         elif len(self.sources) == 1:
-            np.copyto(into.numpy(), first.view(torch.uint8).numpy())  # copy_ would take all cores
+            np.copyto(into.numpy(), self._bytes)  # copy_ would take all cores
         else:
             torch.cat(self.sources, out=into.view(self.dtype))
 
@@ -511,12 +518,11 @@ def _pieces(jobs: Sequence[Job]) -> Iterator[tuple[list[Move], _Position]]:
     piece, nbytes = list[Move](), 0
     for number, (program, memory) in enumerate(jobs):
         for step in program.steps:
-            for chunk in step.chunks(_PIECE_NBYTES):
-                piece.append((chunk, memory))
-                nbytes += chunk.size
-                if nbytes >= most:
-                    yield piece, (number, chunk.end)
-                    piece, nbytes = [], 0
+            piece.append((step, memory))
+            nbytes += step.size
+            if nbytes >= most:
+                yield piece, (number, step.end)
+                piece, nbytes = [], 0
     yield piece, (len(jobs), 0)
 
 

@@ -142,7 +142,7 @@ class CompiledPart:
 
     @cached_property
     def pieces(self) -> Sequence[Sequence[Piece]]:
-        """What one thread checks at a time."""
+        """The slices, divided into what one thread checks at a time."""
         return pieces_of(self.ends, self.stretches)
 
     @property

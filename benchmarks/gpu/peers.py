@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save
 
-from benchmarks.gpu.training import Saver, Training
+from benchmarks.gpu.training import AfterStep, Training
 
 
 def _state(training: Training) -> dict[str, Any]:
@@ -27,7 +27,7 @@ def _state(training: Training) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def _in_group(peer: contextlib.AbstractContextManager[Saver]) -> Iterator[Saver]:
+def _in_group(peer: contextlib.AbstractContextManager[AfterStep]) -> Iterator[AfterStep]:
     """Runs a peer in a process group of one rank, which it asks for."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -71,7 +71,7 @@ class _Backlog:
 
 
 @contextlib.contextmanager
-def _joined(training: Training, backlog: _Backlog, close: Callable[[], None] = lambda: None) -> Iterator[Saver]:
+def _joined(training: Training, backlog: _Backlog, close: Callable[[], None] = lambda: None) -> Iterator[AfterStep]:
     hook = training.optimizer.register_step_pre_hook(backlog.before_update)
     try:
         yield backlog.after_step
@@ -82,7 +82,7 @@ def _joined(training: Training, backlog: _Backlog, close: Callable[[], None] = l
 
 
 @contextlib.contextmanager
-def _dcp(training: Training, directory: Path, *, process: bool) -> Iterator[Saver]:
+def _dcp(training: Training, directory: Path, *, process: bool) -> Iterator[AfterStep]:
     on_gpu = training.device == "cuda"
     once = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13)  # a stager cannot be used twice before
     staging: list[Any] = [None, None]
@@ -117,7 +117,7 @@ def _dcp(training: Training, directory: Path, *, process: bool) -> Iterator[Save
 
 
 @contextlib.contextmanager
-def _torch_checkpointing(training: Training, directory: Path) -> Iterator[Saver]:
+def _torch_checkpointing(training: Training, directory: Path) -> Iterator[AfterStep]:
     from torch_checkpointing.checkpoint_manager import CheckpointManager
 
     manager = CheckpointManager(CheckpointManager.Config.with_async_save())
@@ -139,7 +139,7 @@ def _torch_checkpointing(training: Training, directory: Path) -> Iterator[Saver]
 
 
 @contextlib.contextmanager
-def _dlrover(training: Training, directory: Path) -> Iterator[Saver]:
+def _dlrover(training: Training, directory: Path) -> Iterator[AfterStep]:
     from dlrover.trainer.torch.flash_checkpoint.ddp import DdpCheckpointer, StorageType
 
     checkpointer = DdpCheckpointer(str(directory))
@@ -160,7 +160,7 @@ def _dlrover(training: Training, directory: Path) -> Iterator[Saver]:
 
 
 @contextlib.contextmanager
-def _nvrx(training: Training, directory: Path, *, local: bool) -> Iterator[Saver]:
+def _nvrx(training: Training, directory: Path, *, local: bool) -> Iterator[AfterStep]:
     from nvidia_resiliency_ext.checkpointing.async_ckpt.core import AsyncCallsQueue
     from nvidia_resiliency_ext.checkpointing.async_ckpt.torch_ckpt import TorchAsyncCheckpoint
     from nvidia_resiliency_ext.checkpointing.local.basic_state_dict import BasicTensorAwareStateDict
@@ -191,7 +191,7 @@ def _nvrx(training: Training, directory: Path, *, local: bool) -> Iterator[Saver
         calls.close()
 
 
-PEERS: dict[str, Callable[[Training, Path], contextlib.AbstractContextManager[Saver]]] = {
+PEERS: dict[str, Callable[[Training, Path], contextlib.AbstractContextManager[AfterStep]]] = {
     "dcp, thread": lambda training, path: _in_group(_dcp(training, path, process=False)),
     "dcp, process": lambda training, path: _in_group(_dcp(training, path, process=True)),
     "torch_checkpointing": _torch_checkpointing,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -132,19 +132,62 @@ class GPT(nn.Module):
         return F.cross_entropy(self.head(x).flatten(0, 1).float(), words[:, 1:].flatten())
 
 
+class Family(nn.Module):
+    """A small model of transformers.
+
+    Args:
+        name: "olmoe", "gpt_oss", "deepseek_v3" or "qwen3".
+    """
+
+    def __init__(self, name: str) -> None:
+        import transformers
+
+        super().__init__()
+        size: dict[str, Any] = {"vocab_size": VOCABULARY, "hidden_size": 64, "num_hidden_layers": 2}
+        size |= {"num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 64, "num_experts_per_tok": 2}
+        size |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+        more: dict[str, dict[str, Any]] = {
+            "Olmoe": {"num_experts": 8},
+            "GptOss": {"num_local_experts": 8, "head_dim": 16, "layer_types": ["full_attention"] * 2},
+            "Qwen3Moe": {"num_experts": 8, "head_dim": 16, "moe_intermediate_size": 64},
+            "DeepseekV3": {
+                "n_routed_experts": 8,
+                "n_shared_experts": 1,
+                "moe_intermediate_size": 32,
+                "first_k_dense_replace": 1,
+                "n_group": 2,
+                "topk_group": 1,
+                "q_lora_rank": 16,
+                "kv_lora_rank": 16,
+                "qk_rope_head_dim": 8,
+                "qk_nope_head_dim": 8,
+                "v_head_dim": 8,
+            },
+        }
+        classes = {"olmoe": "Olmoe", "gpt_oss": "GptOss", "deepseek_v3": "DeepseekV3", "qwen3": "Qwen3Moe"}
+        chosen = classes[name]
+        config = getattr(transformers, f"{chosen}Config")(**size, **more[chosen])
+        self.inner = getattr(transformers, f"{chosen}ForCausalLM")(config)
+
+    def forward(self, words: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.inner(input_ids=words, labels=words).loss
+        return loss
+
+
 class Training:
     """A model on a device with its optimizer; ``step`` computes one optimizer step.
 
     Args:
         device: "cuda" or "cpu".
         size: Of ``SHAPES``; None for the device's own.
+        family: "gpt" for the model above, or a small one of transformers.
         autocast: In bf16; else all is fp32.
     """
 
-    def __init__(self, device: str, size: str | None = None, *, autocast: bool = True) -> None:
+    def __init__(self, device: str, size: str | None = None, family: str = "gpt", *, autocast: bool = True) -> None:
         torch.manual_seed(1)
         self.device, self.shape, self._autocast = device, SHAPES[size or device], autocast
-        self.model = GPT(self.shape).to(device)
+        self.model: nn.Module = (GPT(self.shape) if family == "gpt" else Family(family)).to(device)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=device == "cuda")
 
     @property
@@ -164,16 +207,22 @@ class Training:
 
     def digests(self) -> dict[str, str]:
         """Returns a digest of each weight and each tensor of the optimizer."""
-        tensors = dict(self.model.state_dict())
-        for number, entries in self.optimizer.state_dict()["state"].items():
-            tensors |= {f"{number}/{name}": tensor for name, tensor in entries.items()}
-        return {
-            name: hashlib.sha256(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy()).hexdigest()
-            for name, tensor in tensors.items()
-        }
+        return digests_of(self.model, [self.optimizer])
 
 
-Saver = Callable[[int], dict[str, Any]]
+def digests_of(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, str]:
+    """Returns a digest of each weight and each tensor of the optimizers."""
+    tensors = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, torch.Tensor)}
+    for at, optimizer in enumerate(optimizers):
+        for number, entries in optimizer.state_dict()["state"].items():
+            tensors |= {f"{at}/{number}/{name}": torch.as_tensor(value) for name, value in entries.items()}
+    return {
+        name: hashlib.sha256(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy().data).hexdigest()
+        for name, tensor in tensors.items()
+    }
+
+
+AfterStep = Callable[[int], dict[str, Any]]
 """Called after each step; returns what is known of it: ``hooks_secs``, ``begun``, ``left_out``, ``behind``."""
 
 

@@ -28,7 +28,7 @@ MEGATRON_NEW := 0.19.2
 VENV_NEW := $(VENV)-megatron-$(MEGATRON_NEW)
 STAMP_NEW := $(VENV_NEW)/.moe_ckpt_installed
 PY_NEW := MEGATRON_LM="$$MEGATRON_LM_NEW" $(VENV_NEW)/bin/python
-TESTS_NEW := $(patsubst %,tests/megatron/test_%.py,bad_input dense_models exact fused_adam gradient_log inventory \
+TESTS_NEW := $(patsubst %,tests/megatron/test_%.py,bad_input cuda_graphs dense_models exact fused_adam gradient_log inventory \
   localized megatron_cpu megatron_lm moc optimizer_changed param_groups parameters reshard routing topology \
   torch_dist weights_from)
 

@@ -383,7 +383,7 @@ def stalls(rank: int, world_size: int, root: str) -> dict[str, list[tuple[float,
 
     found = {}
     for owner, name in (
-        (RouterCounter, "_count"),  # in a hook of each router
+        (RouterCounter, "_add"),  # in a hook of each router
         (Driver, "note"),  # in one of inner optimizers
         (RunLog, "consume"),
         (CheckpointMetrics, "note"),

@@ -7,7 +7,6 @@ then look at what each of them saw.
 
 from __future__ import annotations
 
-from importlib.metadata import version
 from typing import Any
 
 import numpy as np
@@ -15,14 +14,13 @@ import pytest
 import torch
 
 from tests.support import megatron_gpt
+from tests.support.acted_graphs import GRAPHED
 from tests.support.megatron_gpt import Setup
 from tests.support.processes import run_ranks
 
 WARM = "tests.support.megatron_warm"
 ONE = Setup(layers=2, num_microbatches=2)
 TOKENS = ONE.seq * ONE.micro_batch * ONE.num_microbatches
-GRAPHED = "cuda_graph_scope" if version("megatron-core").startswith(("0.16", "0.17")) else "cuda_graph_modules"
-"""The option that says what CUDA graphs capture."""
 CAPACITY = {0.5: 8, 1.25: 20}
 """Tokens an expert takes of one micro-batch: factor x 32 tokens x top-2 / 4 experts."""
 
@@ -152,10 +150,6 @@ def hooks_and_name() -> dict[str, Any]:
     seen["after"] = hooks()
     megatron_gpt.train_step(built, 2)
     seen["closed"] = second.take().result()
-    built = built_with(ONE)
-    third = counter_of(built)
-    seen["untouched without a factor"] = module.apply_router_token_dropping is original
-    third.close()
     return seen
 
 
@@ -205,6 +199,7 @@ def refusals() -> dict[str, str]:
     """Everything that is not as expected is said when the counter is made, or at the first forward pass."""
     from megatron.core.transformer.moe import router as module
 
+    from moe_ckpt.boost.megatron import RouterPort
     from moe_ckpt.megatron.routing import RouterCounter
 
     built = built_with(ONE, moe_expert_capacity_factor=0.5)
@@ -249,13 +244,15 @@ def refusals() -> dict[str, str]:
     module.apply_router_token_dropping = dropping
     sizes = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 2, "num_moe_experts": 4}
     for name, how, parts in (
-        ("graphs", "local", []),
-        ("graphs of attention", "local", ["attn"]),
+        ("graphs of layers", "local", []),
         ("graphs of the router", "transformer_engine", ["attn", "moe_router"]),
-        *([("graph of all", "full_iteration", [])] if GRAPHED == "cuda_graph_modules" else []),
+        ("graph of all", *(("full_iteration", []) if GRAPHED == "cuda_graph_modules" else ("local", "full_iteration"))),
+        ("graphs without chunks", "local", ["moe_router"]),
     ):
         router.config = type(built.config)(**sizes, add_bias_linear=False, cuda_graph_impl=how, **{GRAPHED: parts})
+        router.config.overlap_moe_expert_parallel_comm = name == "graphs without chunks"
         trying(name, [(0, router)])
+        seen[f"boost, {name}"] = RouterPort(name, router).refusal()
     return seen
 
 
@@ -379,7 +376,6 @@ def test_closing_leaves_nothing(seen):
     assert closing["wrapped after the first close"]
     assert closing["restored"]
     assert closing["before"] == closing["after"]
-    assert closing["untouched without a factor"]
     assert closing["first"].assigned.sum() == 2 * TOKENS * ONE.top_k
     assert closing["second"].assigned.sum() == 2 * 2 * TOKENS * ONE.top_k
     assert not closing["closed"].popularity.any()
@@ -419,14 +415,11 @@ def test_padding_tokens_do_not_count(seen, case):
         ("Indices", "UnsupportedError: megatron.core.transformer.moe.router.TopKRouter.forward of megatron-core 0"),
         ("Renamed", "Renamed.forward of megatron-core 0"),
         ("no such name", "has no megatron.core.transformer.moe.router.apply_router_token_dropping"),
-        ("graphs", f"UnsupportedError: cuda_graph_impl='local' with {GRAPHED} ['full'] captures the router"),
-        ("graphs of attention", "nothing"),
-        ("graphs of the router", f"with {GRAPHED} ['attn', 'moe_router'] captures the router"),
-        pytest.param(
-            "graph of all",
-            "cuda_graph_impl='full_iteration' with cuda_graph_modules ['full'] captures the router",
-            marks=pytest.mark.skipif(GRAPHED != "cuda_graph_modules", reason="an implementation since 0.18"),
-        ),
+        ("graphs of layers", "nothing"),
+        ("graphs of the router", "nothing"),
+        ("boost, graphs of the router", "CUDA graphs replay the capacity and the choice that they captured"),
+        ("graph of all", "captures a whole iteration in one CUDA graph"),
+        ("graphs without chunks", "cuda_graph_impl='local' with overlap_moe_expert_parallel_comm"),
     ],
 )
 def test_what_is_not_as_expected_is_refused(seen, case, said):

@@ -133,8 +133,11 @@ def train_step(built: Built, iteration: int) -> tuple[float | None, bool, float 
     return loss, *update(built)
 
 
-def forward_backward(built: Built, iteration: int) -> float | None:
-    """Gradients of one global batch, reduced and ready for ``update``; the loss on the last pipeline stage."""
+def forward_backward(built: Built, iteration: int, *, forward_only: bool = False) -> float | None:
+    """Gradients of one global batch, reduced and ready for ``update``; the loss on the last pipeline stage.
+
+    forward_only: A validation, after which there are no gradients.
+    """
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -151,7 +154,7 @@ def forward_backward(built: Built, iteration: int) -> float | None:
         num_microbatches=setup.num_microbatches,
         seq_length=setup.seq,
         micro_batch_size=setup.micro_batch,
-        forward_only=False,
+        forward_only=forward_only,
     )
     if not parallel_state.is_pipeline_last_stage(ignore_virtual=True):
         return None

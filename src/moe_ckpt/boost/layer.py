@@ -18,9 +18,9 @@ from typing import Protocol
 import torch
 
 from moe_ckpt.boost.arithmetic import allowance, capacities, share
+from moe_ckpt.modeling.routing import is_recomputed
 from moe_ckpt.stopwatch import Stopwatch, timed
 
-_NOT_IN_BACKWARD = -1
 _NEVER = float("inf")
 
 
@@ -159,7 +159,7 @@ class LayerBoost:
         for allowed in (None if real is None else real[:, None], within):
             open_to = open_to if allowed is None else open_to & allowed
         expert, takes = _nearest(margin.masked_fill(~open_to, _NEVER), most)
-        if torch._C._current_graph_task_id() == _NOT_IN_BACKWARD:
+        if not is_recomputed():
             self._taken = self._taken.scatter_add(0, expert, takes.long())
         replacements = torch.where(takes, expert, chosen.gather(1, slot[:, None])[:, 0])
         return chosen.scatter(1, slot[:, None], replacements[:, None])
@@ -192,7 +192,7 @@ class LayerBoost:
     def _decided(self, mark: torch.Tensor, decide: Callable[[], torch.Tensor], rows: int) -> torch.Tensor:
         """Returns ``decide()``, ``[rows, E]``; inside backward what it was in the step's pass of the same ``mark``."""
         self.asked = True
-        if torch._C._current_graph_task_id() == _NOT_IN_BACKWARD:
+        if not is_recomputed():
             fresh_decision = decide()
             self._passes.append((mark, fresh_decision))
             return fresh_decision

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from moe_ckpt.boost.layer import BoostPort, LayerBoost
-from moe_ckpt.megatron.routing import Dropping, Watch, attach, detach
+from moe_ckpt.megatron.routing import Dropping, Watch, attach, detach, graphs_capture_router
 
 
 class RouterPort(BoostPort):
@@ -43,6 +43,8 @@ class RouterPort(BoostPort):
 
     def refusal(self) -> str | None:
         config = self._router.config
+        if graphs_capture_router(config):
+            return "CUDA graphs replay the capacity and the choice that they captured. Leave the router out of them"
         if config.moe_expert_capacity_factor is not None and config.moe_pad_expert_input_to_capacity:
             return (
                 "moe_pad_expert_input_to_capacity gives each expert the same number of rows, so none can get more. "

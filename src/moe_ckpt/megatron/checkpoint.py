@@ -17,7 +17,7 @@ from moe_ckpt.driver.host import GradientLogging, Stateful
 from moe_ckpt.driver.states import Action, Moment
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.megatron.host import MegatronHost, all_stateful
-from moe_ckpt.megatron.inventory import chunks_of, take_inventory
+from moe_ckpt.megatron.inventory import chunks_of, take_inventory, unwrapped
 from moe_ckpt.megatron.loop import FirstForward, Progress, StepWatch
 from moe_ckpt.megatron.optimizers import ask_ahead, require_quiet_weights
 from moe_ckpt.megatron.routing import RouterCounter
@@ -117,6 +117,7 @@ class MegatronCheckpoint(AttachedCheckpoint):
         self._counter = RouterCounter(
             [(numbers[layer.name], layer.router) for layer in inventory.layers],
             *grid_of(world.layers),
+            chunks=[unwrapped(chunk) for chunk in chunks],
             soft=options.needs.popularity == GATE_WEIGHTS,
             frozen=world.frozen_experts,
             stopwatch=self.stopwatch,
@@ -411,8 +412,8 @@ def end_iteration(
     ckpt._watch.iteration_ends(ckpt._driver.options)
     ckpt._host.loop.step(iteration, consumed_samples, counters)
     ckpt._host.generators.note()
-    ckpt._counter.iteration_ends(iteration, updated=updated and not ckpt.replaying)
-    return ckpt._counter.take().then(lambda routed: routed.of_iteration(updated))
+    tokens = ckpt._counter.take(iteration if updated and not ckpt.replaying else None)
+    return tokens.then(lambda routed: routed.of_iteration(updated))
 
 
 def _metrics() -> tuple[Any, Sequence[Observer]]:

@@ -14,6 +14,8 @@ from functools import lru_cache
 from types import ModuleType
 from typing import Any
 
+import torch
+
 from moe_ckpt.errors import MissingPackageError, UnsupportedError
 
 OPTIMIZER = "megatron.core.optimizer.optimizer"
@@ -32,6 +34,7 @@ HOOK_POINTS: tuple[tuple[str, str], ...] = (
     *CLASSES.values(),
     (_DISTRIBUTED, "DistributedOptimizer._get_model_param_range_map"),
     ("megatron.core.transformer.moe.router", "TopKRouter.routing"),
+    ("megatron.core.transformer.cuda_graphs", "is_graph_capturing"),
     ("megatron.core.tensor_parallel.random", "get_cuda_rng_tracker"),
     ("megatron.core.parallel_state", "get_data_parallel_group"),
     ("megatron.core.parallel_state", "get_expert_data_parallel_group"),
@@ -100,6 +103,12 @@ def look_up(module: str, name: str) -> Any:
             "0.19.2 have it: install one of them, or a newer moe_ckpt."
         ) from error
     return value
+
+
+def runs_on_samples() -> bool:
+    """Returns whether Megatron-Core runs a forward pass on samples, before it captures a CUDA graph of it."""
+    is_capturing = look_up("megatron.core.transformer.cuda_graphs", "is_graph_capturing")()
+    return is_capturing and not torch.cuda.is_current_stream_capturing()
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from moe_ckpt.errors import ConfigError
+from moe_ckpt.megatron.compat import runs_on_samples
 from moe_ckpt.megatron.optimizers import finish_update, leaves
 from moe_ckpt.megatron.world import is_rank_zero
 from moe_ckpt.modeling.optimizer_state import require_plain
@@ -243,7 +244,7 @@ class FirstForward:
         self._handle: torch.utils.hooks.RemovableHandle | None = register_module_forward_pre_hook(self._before)
 
     def _before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
-        if self._handle is not None and module.training and id(module) in self._modules:
+        if self._handle is not None and module.training and id(module) in self._modules and not runs_on_samples():
             self.close()
             self._call()
 

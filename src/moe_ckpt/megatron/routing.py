@@ -18,6 +18,14 @@ in training without sequence parallelism (moe_layer.py:379), with which the hidd
 rank's part of the sequence: nothing gathers them before routing (moe_layer.py:252), the dispatchers do afterwards. So
 the sum over all ranks that hold a layer (tensor, context and data parallel ones) counts each token once.
 
+CUDA graphs replay what was captured of a router and run no hooks, so the hooks add to tables on the device that live as
+long as the counter: the additions are captured with the router. What passes must not count is told in two ways:
+
+* While Megatron-Core captures (``is_graph_capturing``), passes before a capture, on samples, run eagerly and count
+  nothing. In a capture, nothing is computed.
+* Graphs of ``cuda_graph_impl="local"`` are replayed in validation and in recomputation too. A number on the device, by
+  which they multiply, is 1 within the forward passes in training of a model chunk, and 0 else.
+
 Nothing here communicates or waits for the device; each training forward pass of a router gets a few small kernels.
 """
 
@@ -36,8 +44,8 @@ import torch
 from torch import nn
 
 from moe_ckpt.errors import UnsupportedError
-from moe_ckpt.megatron.compat import look_up, megatron_core, version
-from moe_ckpt.modeling.routing import Mask, clear, count_tokens, counts_on_host, soft_on_host
+from moe_ckpt.megatron.compat import look_up, megatron_core, runs_on_samples, version
+from moe_ckpt.modeling.routing import Mask, clear, counts_on_host, is_recomputed, soft_on_host
 from moe_ckpt.notices import announce
 from moe_ckpt.run.agreement import Deferred, StepTokens
 from moe_ckpt.stopwatch import Stopwatch
@@ -69,17 +77,15 @@ class Watch:
     """One counter's view of dropping, or one router's boost.
 
     Attributes:
-        adjust: Returns another result, (probs, map), for the running router; None for counters.
-        running: A router of the counter runs: set in its forward pre-hook, unset in its forward hook.
-        assigned: The running router's map before dropping, bool [tokens, experts].
-        was_attached: The watch has ever been attached.
+        adjust: Returns another result, (probs, map), while ``running``; None for counters.
+        running: The router of the boost runs.
+        assigned: The map before dropping of the newest router that dropped, bool [tokens, experts].
     """
 
     def __init__(self) -> None:
         self.adjust: Callable[[Dropping], tuple[torch.Tensor, torch.Tensor]] | None = None
         self.running = False
         self.assigned: torch.Tensor | None = None
-        self.was_attached = False
 
 
 _watches: list[Watch] = []
@@ -98,7 +104,6 @@ def attach(watch: Watch) -> None:
     if not _watches and dropping is not _wrapper:
         _wrapper, _unwrapped = _observed(dropping), dropping
         setattr(importlib.import_module(ROUTER), DROPPING, _wrapper)
-    watch.was_attached = True
     _watches.append(watch)
 
 
@@ -118,8 +123,7 @@ def _observed(dropping: Callable[..., Any]) -> Callable[..., Any]:
     def observed(*args: Any, **kwargs: Any) -> Any:
         routing_map = args[1] if len(args) > 1 else kwargs.get("routing_map")
         for watch in _watches:
-            if watch.running:
-                watch.assigned = routing_map
+            watch.assigned = routing_map
         result = dropping(*args, **kwargs)
         for watch in _watches:
             if watch.running and watch.adjust is not None:
@@ -152,9 +156,6 @@ def changed_hook(name: str, expected: str) -> UnsupportedError:
     )
 
 
-_GRAPHS_WITHOUT_ROUTER = frozenset({"attn", "mlp", "mamba"})
-
-
 class RouterCounter:
     """Tokens that this rank's routers send to each expert of the whole model. Used on the training thread.
 
@@ -166,13 +167,14 @@ class RouterCounter:
             stay 0.
         layers: L of the whole model.
         experts: E, the largest number of experts of any layer.
+        chunks: The model's, one of which runs whenever a router does, but where graphs are captured.
         soft: Add up the gate's weights too.
         frozen: ``[L, E]`` experts that no update changes: none of their tokens is applied. None: there are none.
         stopwatch: Counts what hooks take.
 
     Raises:
-        UnsupportedError: Megatron-Core differs from the facts above, or the routers are captured in CUDA graphs, whose
-            replay runs no hooks. Forward passes raise it where only they can tell.
+        UnsupportedError: Megatron-Core differs from the facts above, or one CUDA graph is captured of a whole
+            iteration. Forward passes raise it where only they can tell.
     """
 
     def __init__(
@@ -181,6 +183,7 @@ class RouterCounter:
         layers: int,
         experts: int,
         *,
+        chunks: Sequence[nn.Module] = (),
         soft: bool = False,
         frozen: Mask | None = None,
         stopwatch: Stopwatch | None = None,
@@ -188,53 +191,57 @@ class RouterCounter:
         counted = (stopwatch or Stopwatch()).around
         for _, router in routers:
             _check_router(router)
-        self._shape = (layers, experts)
-        self._soft_wanted, self._frozen = soft, frozen
-        self._applied: dict[int, torch.Tensor] = {}
-        self._dropped: dict[int, torch.Tensor] = {}
-        self._soft: dict[int, torch.Tensor] = {}
+        self._shape, self._frozen = (layers, experts), frozen
+        self._applied = {at: _table(router) for at, router in routers}
+        self._dropped = {at: _table(router) for at, router in routers}
+        self._soft = {at: _table(router, torch.float64) for at, router in routers} if soft else None
+        self._drops = any(_may_drop(router) for _, router in routers)
+        self._is_warned = False
         self._watch = Watch()
-        self._routed = self._warned = False  # in training mode, since the last iteration; that none did
-        self._handles: list[torch.utils.hooks.RemovableHandle] = []
-        if any(_may_drop(router) for _, router in routers):
+        if routers:
             attach(self._watch)
-        for at, router in routers:
-            self._handles.append(router.register_forward_pre_hook(counted(self._before)))
-            self._handles.append(router.register_forward_hook(counted(self._after(at)), with_kwargs=True))
+        # No hook before a router's forward pass: Megatron-Core replays no graph of a module that has one.
+        self._handles: list[torch.utils.hooks.RemovableHandle] = [
+            router.register_forward_hook(counted(self._after(at)), with_kwargs=True) for at, router in routers
+        ]
+        # What counts now, in graphs: see the module's docstring.
+        self._factor = next(iter(self._applied.values()), torch.ones(0, dtype=torch.int64)).new_ones(())
+        if any(_is_replayed_in_validation(router) for _, router in routers):
+            self._factor.zero_()
+            for chunk in chunks:
+                self._handles.append(chunk.register_forward_pre_hook(counted(self._opens)))
+                self._handles.append(chunk.register_forward_hook(counted(self._closes), always_call=True))
 
-    def take(self) -> Deferred[StepTokens]:
+    def take(self, iteration: int | None = None) -> Deferred[StepTokens]:
         """Returns the counts since the last ``take`` or ``discard``, without padding, and resets them.
 
         ``assigned`` is None where no expert is frozen, until a router here has a capacity factor. Only ``result()``
         waits.
+
+        Args:
+            iteration: Done, with an update: ``result()`` warns, once, if this rank counted nothing. None: never.
         """
         applied = counts_on_host(self._applied, self._shape)
-        dropped = counts_on_host(self._dropped, self._shape) if self._watch.was_attached else None
-        soft = soft_on_host(self._soft, self._shape) if self._soft_wanted else None
+        dropped = counts_on_host(self._dropped, self._shape) if self._drops else None
+        soft = None if self._soft is None else soft_on_host(self._soft, self._shape)
         self.discard()
 
         def tokens() -> StepTokens:
             arrived, weights = applied.result(), None if soft is None else soft.result()
             assigned = None if dropped is None else arrived + dropped.result()
+            if iteration is not None and not (arrived if assigned is None else assigned).any():
+                self._warn(iteration)
             if self._frozen is None:
                 return StepTokens(arrived, weights, assigned)
             return StepTokens(np.where(self._frozen, 0, arrived), weights, arrived if assigned is None else assigned)
 
         return Deferred(tokens)
 
-    def iteration_ends(self, iteration: int, *, updated: bool) -> None:
-        """Warns once if an update was made and no router of this rank ran in training mode since the last iteration.
-
-        Waits for nothing: hooks note it on the host. One rank of each pipeline stage speaks.
-
-        Args:
-            iteration: Iterations done.
-            updated: False where nothing is counted: skipped updates, and iterations that are computed again.
-        """
-        routed, self._routed = self._routed, False
-        if routed or self._warned or not updated or not self._handles:
+    def _warn(self, iteration: int) -> None:
+        """Warns once, on one rank of each pipeline stage."""
+        if self._is_warned or not self._applied:
             return
-        self._warned = True
+        self._is_warned = True
         state = megatron_core().parallel_state
         if state.get_data_parallel_rank(with_context_parallel=True) or state.get_tensor_model_parallel_rank():
             return
@@ -248,50 +255,54 @@ class RouterCounter:
 
     def discard(self) -> None:
         """Resets the counts, which led to no optimizer step."""
-        clear([*self._applied.values(), *self._dropped.values(), *self._soft.values()])
+        clear([*self._applied.values(), *self._dropped.values(), *(self._soft or {}).values()])
 
     def close(self) -> None:
         """Removes every hook, and the wrapper if no other counter needs it. May be called twice."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        self._factor.zero_()  # graphs that were captured add on
         detach(self._watch)
 
-    def _before(self, router: nn.Module, args: tuple[Any, ...]) -> None:
-        self._watch.running, self._watch.assigned = router.training, None
-        if router.training and not self._watch.was_attached and _may_drop(router):
-            attach(self._watch)  # the factor was set after the counter was made: Megatron reads it at every call
+    def _opens(self, chunk: nn.Module, args: tuple[Any, ...]) -> None:
+        self._factor.fill_(int(chunk.training))
+
+    def _closes(self, chunk: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        self._factor.zero_()
 
     def _after(self, at: int) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], None]:
         def hook(router: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            assigned = self._watch.assigned
-            self._watch.running, self._watch.assigned = False, None
-            if router.training:
-                self._routed = True
-                probs, routing_map = _result(router, output)
-                real = _real_tokens(args, kwargs, routing_map)
-                if _may_drop(router):
-                    assigned = _before_dropping(assigned, routing_map)
-                    self._add(self._dropped, at, _masked(assigned & ~routing_map, real))
-                    routing_map = assigned & routing_map
-                self._count(at, probs, _masked(routing_map, real))
+            assigned, self._watch.assigned = self._watch.assigned, None
+            if not router.training or is_recomputed() or runs_on_samples():
+                return
+            probs, applied = _result(router, output)
+            real = _real_tokens(args, kwargs, applied)
+            if _may_drop(router):
+                self._drops = True
+                assigned = _before_dropping(assigned, applied)
+                self._add(self._dropped[at], _masked(assigned & ~applied, real))
+                applied = assigned & applied
+            applied = _masked(applied, real)
+            self._add(self._applied[at], applied)
+            if self._soft is not None:
+                self._add(self._soft[at], probs.detach().masked_fill(~applied, 0))
 
         return hook
 
-    def _count(self, at: int, probs: torch.Tensor, applied: torch.Tensor) -> None:
-        self._add(self._applied, at, applied)
-        if self._soft_wanted:
-            self._add(self._soft, at, probs.detach().masked_fill(~applied, 0), torch.float64)
+    def _add(self, table: torch.Tensor, entries: torch.Tensor) -> None:
+        """Adds the column sums of ``entries`` [tokens, experts] to one layer's table."""
+        table[:-1].addcmul_(entries.sum(dim=0, dtype=table.dtype), self._factor)
 
-    def _add(
-        self, tables: dict[int, torch.Tensor], at: int, entries: torch.Tensor, dtype: torch.dtype = torch.int64
-    ) -> None:
-        """Adds the column sums of ``entries`` [tokens, experts] to one layer's table, on their device."""
-        table = tables.get(at)
-        if table is None:
-            table = torch.zeros(entries.shape[1] + 1, dtype=dtype, device=entries.device)
-        tables[at] = table = table.to(entries.device)
-        count_tokens(table, entries.sum(dim=0, dtype=dtype))
+
+def _table(router: Any, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    """Returns zeros for the router's experts, on its device, with an entry more (``counts_on_host``)."""
+    table: torch.Tensor = router.weight.new_zeros(router.config.num_moe_experts + 1, dtype=dtype, requires_grad=False)
+    return table
+
+
+def _is_replayed_in_validation(router: Any) -> bool:
+    return bool(router.config.cuda_graph_impl == "local")
 
 
 def _may_drop(router: Any) -> bool:
@@ -354,17 +365,41 @@ def _check_router(router: Any) -> None:
     _check_graphs(router.config)
 
 
+def graphs_capture_router(config: Any) -> bool:
+    """Returns whether CUDA graphs may capture the router.
+
+    "attn" in graphs of Megatron-Core's own ("local") is the whole layer, too, but in a ``HybridModel``.
+    """
+    if config.cuda_graph_impl == "none":
+        return False
+    without_router = {"mlp", "mamba"} if config.cuda_graph_impl == "local" else {"attn", "mlp", "mamba"}
+    return bool(_captured(config) - without_router)
+
+
+def _captured(config: Any) -> set[str]:
+    """Returns the parts that CUDA graphs capture, by name; an empty list means the whole layer."""
+    if config.cuda_graph_impl == "full_iteration":  # since 0.18; before, a part
+        return {"full_iteration"}
+    return {part.name for part in getattr(config, _graphed(config))} or {"layer"}
+
+
+def _graphed(config: Any) -> str:
+    return "cuda_graph_modules" if hasattr(config, "cuda_graph_modules") else "cuda_graph_scope"  # before 0.18
+
+
 def _check_graphs(config: Any) -> None:
-    """Raises ``UnsupportedError`` where CUDA graphs capture the router. An empty list means the whole layer."""
-    how = getattr(config, "cuda_graph_impl", "none")
-    if how == "none":
-        return
-    option = "cuda_graph_modules" if hasattr(config, "cuda_graph_modules") else "cuda_graph_scope"  # before 0.18
-    parts: Sequence[Any] = getattr(config, option) if how != "full_iteration" else ()
-    captured = {getattr(part, "name", part) for part in parts or ("full",)}
-    if captured - _GRAPHS_WITHOUT_ROUTER:
+    """Raises ``UnsupportedError`` where CUDA graphs leave no Python to run where this package needs it."""
+    how = config.cuda_graph_impl
+    if how != "none" and "full_iteration" in _captured(config):
         raise UnsupportedError(
-            f"cuda_graph_impl={how!r} with {option} {sorted(captured)} captures the router, and the replay of a CUDA "
-            "graph runs no hooks, so no tokens would be counted. Set cuda_graph_impl to 'local' or "
-            f"'transformer_engine', and limit {option} to {', '.join(sorted(_GRAPHS_WITHOUT_ROUTER))}."
+            f"cuda_graph_impl={how!r} captures a whole iteration in one CUDA graph, whose replay runs no Python "
+            "between forward passes: training cannot begin at the first of them, and nothing can be logged or left "
+            "out in between. Set cuda_graph_impl to 'transformer_engine' or 'local', with "
+            f"{_graphed(config)} such as attn, moe_router and moe_preprocess."
+        )
+    if how == "local" and config.overlap_moe_expert_parallel_comm and graphs_capture_router(config):
+        raise UnsupportedError(
+            "cuda_graph_impl='local' with overlap_moe_expert_parallel_comm: graphs that capture the router are "
+            "replayed in validation too, and with that schedule no forward pass of a model chunk says which is which, "
+            "so its tokens would be counted. Set cuda_graph_impl to 'transformer_engine'."
         )

@@ -46,11 +46,15 @@ class TrainingPasses:
         return module.training or (self.in_batch and torch.is_grad_enabled())
 
 
-_NOT_IN_BACKWARD = -1
 _INDICES = (torch.int64, torch.int32)
 """Types of tensors by which others are indexed; one of bytes would be a mask."""
 SOFT_UNIT = 1 << 16
 """Fixed-point scale of gate weights: soft counts are whole numbers, this many to one token."""
+
+
+def is_recomputed() -> bool:
+    """Returns whether this is inside backward, where activation checkpointing runs the forward pass again."""
+    return bool(torch._C._current_graph_task_id() != -1)
 
 
 @functools.cache
@@ -84,8 +88,8 @@ def _operator(function: Callable[..., None]) -> Callable[..., None]:
 @_operator
 def count_assignments(counts: torch.Tensor, experts: torch.Tensor) -> None:
     """Add the indices ``experts`` (any shape) to ``counts`` [E + 1], whose last entry takes what is dropped."""
-    if torch._C._current_graph_task_id() != _NOT_IN_BACKWARD:
-        return  # activation checkpointing runs the forward pass again, inside backward
+    if is_recomputed():
+        return
     if counts.is_cpu and experts.dtype in _INDICES:
         # Two calls, one after the other on one core; -1 is the last entry. On a GPU this would sort the indices.
         counts.index_put_((experts.clamp(-1, counts.shape[0] - 1),), _one(), accumulate=True)
@@ -97,7 +101,7 @@ def count_assignments(counts: torch.Tensor, experts: torch.Tensor) -> None:
 @_operator
 def count_weights(counts: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> None:
     """Add ``weights``, one for each of ``experts``, to ``counts`` [E + 1], which is float64."""
-    if torch._C._current_graph_task_id() != _NOT_IN_BACKWARD:
+    if is_recomputed():
         return
     flat = _entries(experts, counts.shape[0])
     counts.scatter_add_(0, flat, weights.reshape(-1).to(counts.dtype))
@@ -106,14 +110,14 @@ def count_weights(counts: torch.Tensor, experts: torch.Tensor, weights: torch.Te
 @_operator
 def count_tokens(counts: torch.Tensor, tokens: torch.Tensor) -> None:
     """Add tokens per expert, ``tokens`` [E], to ``counts`` [E + 1]."""
-    if torch._C._current_graph_task_id() == _NOT_IN_BACKWARD:
+    if not is_recomputed():
         counts[:-1] += tokens.reshape(-1)
 
 
 @_operator
 def count_rows(counts: torch.Tensor, rows: torch.Tensor, expert: int) -> None:
     """Add the number of rows of ``rows`` [..., hidden] to one entry of ``counts`` [E + 1]."""
-    if torch._C._current_graph_task_id() == _NOT_IN_BACKWARD and rows.numel():
+    if not is_recomputed() and rows.numel():
         counts[expert] += rows.numel() // rows.shape[-1]
 
 
@@ -312,7 +316,7 @@ class RoutingCounter:
                 rows = next(value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor))
             if torch.compiler.is_compiling():
                 count_rows(self._table(at, rows.device), rows.detach(), expert)
-            elif torch._C._current_graph_task_id() == _NOT_IN_BACKWARD and rows.numel():
+            elif not is_recomputed() and rows.numel():
                 self._rows[at][expert] += rows.numel() // rows.size(-1)
 
         return hook

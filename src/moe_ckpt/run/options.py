@@ -13,6 +13,7 @@ from moe_ckpt.ledger.retention import RetentionPolicy
 from moe_ckpt.memory.options import Memory
 from moe_ckpt.policies import EXAMPLES, class_of, default_policy, with_option
 from moe_ckpt.policies.base import Needs, Policy, needs_of, require_served
+from moe_ckpt.run import read_ahead
 from moe_ckpt.storage.local import ACCESS
 
 _LONGEST_WAIT_SECS = 30 * 86_400.0
@@ -228,9 +229,12 @@ def make_options(
         if name not in names:
             raise ConfigError(f"{where}({name}=...): no such option; {_hint(name, [*names, *adapter_options])}")
     try:
-        return Options(policy=default_policy() if policy is None else policy, dirpath=dirpath, **chosen)  # type: ignore[arg-type]
+        options = Options(policy=default_policy() if policy is None else policy, dirpath=dirpath, **chosen)  # type: ignore[arg-type]
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
+    if options.memory is None and options.resume == "auto":  # else it hardly comes from the store
+        read_ahead.begin(dirpath)
+    return options
 
 
 def _not_a_policy(value: object) -> str:

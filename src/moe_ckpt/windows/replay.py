@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from moe_ckpt.errors import OtherLayoutError
 from moe_ckpt.format.manifest import Manifest, state_path
 from moe_ckpt.ports import StateTensor, TensorMeta, TrainingState
-from moe_ckpt.reading.index import StoredSlice, TensorIndex, split_key
+from moe_ckpt.reading.index import StoredSlice, TensorIndex
 from moe_ckpt.reading.reader import StoreReader
 from moe_ckpt.reading.restore import MODEL, require_fitting
 from moe_ckpt.reading.shared_reading import load_slices
@@ -66,7 +66,7 @@ class WindowReplay(StepReplay):
         step = self.upcoming_step
 
         def prepared() -> Sequence[StateTensor]:
-            self._state.prepare(self._optimizer_tensors(step))
+            self._state.prepare(self._optimizer_tensors)
             return self._state.tensors()
 
         load_slices(self._reader, self._stored(step), prepared, self.shared)
@@ -80,15 +80,11 @@ class WindowReplay(StepReplay):
     def upcoming(self) -> Plain:
         return {} if self.is_loaded else self._reader.state(self.manifest.slots[self._loaded], self._rank)
 
-    def _optimizer_tensors(self, step: int) -> dict[str, TensorMeta]:
-        """Returns the optimizer state at ``step``: of parameters that are anchored in part or whole."""
-        trained = {
-            split_key(key).fqn
-            for key, group in self._index.tensors.items()
-            if key.startswith(MODEL) and any(stored.file.step <= step for stored in group)
-        }
-        optimizer = (key for key in self._index.tensors if not key.startswith(MODEL))
-        return {key: self._index.meta(key) for key in optimizer if split_key(key).fqn in trained}
+    @property
+    def _optimizer_tensors(self) -> dict[str, TensorMeta]:
+        """The optimizer state, also of parameters that are anchored later: they are updated too, with zeros until then,
+        and some optimizers take a parameter that has numbers already for one that has tensors, too."""
+        return {key: self._index.meta(key) for key in self._index.tensors if not key.startswith(MODEL)}
 
     def _stored(self, step: int) -> dict[str, list[StoredSlice]]:
         """Returns what the window has of a step, by key: what is anchored there, and compute weights of the rest."""

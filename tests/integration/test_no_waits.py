@@ -17,7 +17,7 @@ from moe_ckpt.callbacks import MoECheckpoint, lightning_state
 from moe_ckpt.comm.communicator import SoloCommunicator
 from moe_ckpt.driver import torch_model
 from moe_ckpt.gradient_log import capture
-from moe_ckpt.gradient_log.recording import RunLog
+from moe_ckpt.gradient_log.edits import EditWatch
 from moe_ckpt.interop.whole import lightning_checkpoint
 from moe_ckpt.ledger.retention import RetentionPolicy
 from moe_ckpt.memory.options import Memory
@@ -263,8 +263,8 @@ def test_whoever_waits_is_named(tmp_path, monkeypatch, owner, name, broken, what
     assert all(any(led in each for each in by) for _, by in found), found
 
 
-def read_at_once(recorder: RunLog) -> Any:
-    for counts in COUNTS(recorder):
+def read_at_once(edits: EditWatch) -> Any:
+    for counts in COUNTS(edits):
         yield {**counts, "values": counts["values"].tolist()}
 
 
@@ -279,13 +279,13 @@ def joined_by_its_thread(copy: Copy) -> None:
     copy._issued.result()[0].synchronize()
 
 
-COUNTS, JOIN = RunLog._counts, Copy.join
+COUNTS, JOIN = EditWatch.counts, Copy.join
 
 
 @pytest.mark.parametrize(
     ("owner", "name", "broken", "what", "led"),
     [
-        (RunLog, "_counts", read_at_once, "tolist", "gradient_log.recording.step"),
+        (EditWatch, "counts", read_at_once, "tolist", "gradient_log.recording.step"),
         (capture, "_round", rounded_by_value, "item", "gradient_log.capture._consume"),
         (Copy, "join", joined_by_its_thread, "Event.synchronize", "commit.pipeline.join"),
     ],

@@ -339,7 +339,7 @@ def test_memory_holds_two_windows_or_one_that_storage_gets(policy, due):
 
 @pytest.mark.parametrize(
     ("due", "stored", "slower"),
-    [(False, 4, False), (True, 24, True), (True, 22, True), (True, 4, False), (True, -1, True)],
+    [(False, 24, False), (True, 24, True), (True, 22, True), (True, 4, False), (True, -1, True)],
     ids=["stays in memory", "each is stored", "each of two steps", "one in a while", "the first"],
 )
 def test_a_window_that_stays_in_memory_is_bound_by_the_copy_alone(due, stored, slower):

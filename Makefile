@@ -25,12 +25,14 @@ STAMP := $(VENV)/.moe_ckpt_installed
 .DEFAULT_GOAL := help
 # The newest release of Megatron-Core asks for Python 3.12, but runs on the others too. Tests of what may differ.
 MEGATRON_NEW := 0.19.2
+LAUNCHED := tests/integration/test_launch_programs.py::test_a_rank_is_killed_and_all_go_on
+EXAMPLE := tests/integration/test_examples.py::test_it_runs_without_arguments
 VENV_NEW := $(VENV)-megatron-$(MEGATRON_NEW)
 STAMP_NEW := $(VENV_NEW)/.moe_ckpt_installed
 PY_NEW := MEGATRON_LM="$$MEGATRON_LM_NEW" $(VENV_NEW)/bin/python
-TESTS_NEW := $(patsubst %,tests/megatron/test_%.py,bad_input cuda_graphs dense_models exact fused_adam gradient_log inventory \
-  localized megatron_cpu megatron_lm moc optimizer_changed param_groups parameters reshard routing topology \
-  torch_dist weights_from)
+TESTS_NEW := $(patsubst %,tests/megatron/test_%.py,bad_input bridge cuda_graphs dense_models exact fused_adam \
+  gradient_log inventory localized megatron_cpu megatron_lm moc optimizer_changed param_groups parameters reshard \
+  routing topology torch_dist weights_from) '$(EXAMPLE)[with_bridge]'
 
 # torchtitan brings many packages, which other tests are to be without. It needs Python 3.11.
 VENV_TITAN := $(VENV)-torchtitan
@@ -65,7 +67,8 @@ test: $(STAMP) $(STAMP_NEW) ## Run the tests; those of what differs between rele
 	@$(if $(PYTEST),,$(if $(filter 1,$(TITAN)),$(MAKE) --no-print-directory test-torchtitan,true))
 
 test-torchtitan: $(STAMP_TITAN) ## Run the tests of torchtitan's adapter, with torchtitan
-	@$(VENV_TITAN)/bin/python -m pytest -q -n $(WORKERS) tests/integration/test_torchtitan.py $(PYTEST)
+	@$(VENV_TITAN)/bin/python -m pytest -q -n $(WORKERS) tests/integration/test_torchtitan.py \
+	  '$(EXAMPLE)[with_torchtitan]' '$(LAUNCHED)[titan]' $(PYTEST)
 
 test-newest: $(STAMP_NEW) ## Run all tests of the Megatron adapter with the newest Megatron-Core
 	@$(PY_NEW) -m pytest $(IN_PARALLEL) tests/megatron $(PYTEST)

@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 
+ALONE = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+"""What torchrun sets, of a single process."""
+
 
 def start(target: Callable[..., None], *arguments: Any) -> None:
     process = get_context("fork").Process(target=target, args=arguments)

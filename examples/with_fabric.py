@@ -22,7 +22,7 @@ def train(root: str, name: str, kill_at: int | None) -> None:
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, STEPS)
     batches = fabric.setup_dataloaders(data)
 
-    stateful = {"data": data, "schedule": schedule}  # the loader itself, not what Fabric makes of it
+    stateful = {"data": batches, "schedule": schedule}
     with moe_ckpt.attach(model, optimizer, policy=Dense(), dirpath=f"{root}/{name}", stateful=stateful) as ckpt:
         step = ckpt.resume().step
         while step < STEPS:

@@ -107,7 +107,9 @@ def trials(policy: str) -> Iterator[tuple[str, Trial]]:
         "accelerate",
         loop("accelerate", 2 - number % 2, **settings, prepared="accelerate", unused=False, accumulate=accumulate),
     )
-    yield "fabric", loop("lightning", 1, **settings, prepared="fabric", optimizers=1 + number % 2)
+    ddp, fsdp2 = {"sharding": "ddp"}, {"sharding": "fsdp2", "unused": False}
+    beside = (ddp, fsdp2, {"optimizers": 2}, ddp)[number]
+    yield "fabric", loop("lightning", (2, 2, 1, 2)[number], **settings, prepared="fabric", **beside)
     beside = ({}, {"fsdp2": True, "accumulate": 2}, {"accumulate": 4}, {})[number]
     yield "transformers", trained((2, 2, 1, 2)[number], **settings, **beside)
     experts = {"degrees": {"expert_parallel": 2}}

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import moe_ckpt
@@ -34,7 +34,7 @@ class Loop:
         policy: Name and arguments.
         memory: Checkpoints in memory that outlives the process.
         sharding: "none", "ddp" or "fsdp2".
-        prepared: "fabric" or "accelerate" wraps model and optimizers.
+        prepared: "fabric" wraps model, optimizers and loader, or "accelerate" model and optimizers.
         optimizers: Of one, or of experts and the rest apart.
         scaler: Loss is scaled, and one step overflows.
         accumulate: Batches a step.
@@ -69,14 +69,35 @@ def dataset() -> list[tuple[torch.Tensor, int]]:
     return [(torch.randn(WIDTH, generator=generator), i % CLASSES) for i in range(SAMPLES)]
 
 
-def prepared(loop: Loop, net: nn.Module, optimizers: list[Any]) -> tuple[Any, list[Any], Any, Any]:
-    """The model and the optimizers as the loop calls them, how it computes gradients, and what encloses each batch."""
-    if loop.prepared == "fabric":
-        from lightning.fabric import Fabric
+def fabric_of(loop: Loop, world_size: int) -> Any:
+    """Fabric on these ranks, which it takes for torchrun's."""
+    from lightning.fabric import Fabric
+    from lightning.fabric.plugins.environments import TorchElasticEnvironment
+    from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy, SingleDeviceStrategy
 
-        fabric = Fabric(accelerator="cpu", devices=1)
-        net, *optimizers = fabric.setup(net, *optimizers)
-        return net, optimizers, fabric.backward, contextlib.nullcontext
+    strategy: Any = SingleDeviceStrategy(torch.device("cpu"))
+    if loop.sharding == "ddp":
+        strategy = DDPStrategy(find_unused_parameters=loop.unused)
+    elif loop.sharding == "fsdp2":
+        strategy = ModelParallelStrategy(lambda net, mesh: sharded(net, mesh=mesh["data_parallel"]))
+    plugins = [TorchElasticEnvironment()] if world_size > 1 else []
+    fabric = Fabric(accelerator="cpu", devices=world_size, strategy=strategy, plugins=plugins)
+    fabric.launch()
+    return fabric
+
+
+def sharded(net: nn.Sequential, **settings: Any) -> nn.Module:
+    from torch.distributed.fsdp import fully_shard
+
+    for block in net:
+        fully_shard(block, **settings)
+    return fully_shard(net, **settings)
+
+
+def prepared(loop: Loop, fabric: Any, net: nn.Module, optimizers: list[Any]) -> tuple[Any, list[Any], Any, Any]:
+    """The model and the optimizers as the loop calls them, how it computes gradients, and what encloses each batch."""
+    if fabric is not None:
+        return net, [fabric.setup_optimizers(each) for each in optimizers], fabric.backward, contextlib.nullcontext
     if loop.prepared == "accelerate":
         from accelerate import Accelerator
 
@@ -96,26 +117,30 @@ def lived(rank: int, world_size: int, root: str, loop: Loop, kill: Kill | None =
     net = inner = model(loop)
     torch.manual_seed(11 + rank)
     sampler = None
-    if loop.sharding == "ddp":
+    fabric = fabric_of(loop, world_size) if loop.prepared == "fabric" else None
+    if fabric is not None:
+        net = fabric.setup_module(inner)
+    elif loop.sharding == "ddp":
         net = DistributedDataParallel(inner, find_unused_parameters=loop.unused)
     elif loop.sharding == "fsdp2":
-        from torch.distributed.fsdp import fully_shard
-
-        for block in inner:
-            fully_shard(block)
-        fully_shard(inner)
-    if world_size > 1:
+        sharded(inner)
+    if world_size > 1 and fabric is None:
         sampler = RecoverableDistributedSampler(dataset(), world_size, rank, shuffle=True, seed=1)
     loader: Any
     if sampler is None:
-        loader = StatefulDataLoader(dataset(), batch_size=BATCH, shuffle=True)
+        order: dict[str, Any] = {"shuffle": True}
+        if world_size > 1:
+            order = {"sampler": DistributedSampler(dataset(), world_size, rank, seed=1)}
+        loader = StatefulDataLoader(dataset(), batch_size=BATCH, **order)
+        if fabric is not None:
+            loader = fabric.setup_dataloaders(loader, use_distributed_sampler=False)
     else:  # not among what is saved: it must not draw from the run's generator when a life begins in an epoch's middle
         loader = DataLoader(dataset(), batch_size=BATCH, sampler=sampler, generator=torch.Generator())
     names = [name for name, _ in inner.named_parameters()]
     groups = [names] if loop.optimizers == 1 else [[n for n in names if ("experts" in n) is e] for e in (True, False)]
     parameters = dict(inner.named_parameters())
     optimizers = [torch.optim.AdamW([parameters[n] for n in group], lr=1e-2) for group in groups]
-    net, given, backward, batch = prepared(loop, net, optimizers)
+    net, given, backward, batch = prepared(loop, fabric, net, optimizers)
     schedules = [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, loop.steps) for optimizer in optimizers]
     stateful: dict[str, Any] = {"data": sampler or loader, **{f"schedule {n}": s for n, s in enumerate(schedules)}}
     average = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 import subprocess
@@ -16,19 +17,30 @@ pytest.importorskip("accelerate")
 
 from moe_ckpt import newest_step
 
-LAUNCH = Path(__file__).resolve().parents[2] / "recipes" / "launch"
+ROOT = Path(__file__).resolve().parents[2]
+LAUNCH = ROOT / "recipes" / "launch"
+PROGRAMS = {"trainer": LAUNCH, "loop": LAUNCH, "titan_launched": ROOT / "tests" / "support"}
 STEPS = 60
 
 
 @pytest.mark.parametrize(
-    ("name", "more"), [("trainer", {}), ("loop", {"FSDP": "1"}), pytest.param("loop", {}, marks=pytest.mark.slow)]
+    ("name", "more"),
+    [
+        ("trainer", {}),
+        ("loop", {"FSDP": "1"}),
+        ("titan_launched", {}),
+        pytest.param("loop", {}, marks=pytest.mark.slow),
+    ],
+    ids=["trainer", "fsdp2", "titan", "ddp"],
 )
 def test_a_rank_is_killed_and_all_go_on(name: str, more: dict[str, str], tmp_path: Path):
+    if name == "titan_launched" and importlib.util.find_spec("torchtitan") is None:
+        pytest.skip("without torchtitan")
     words = {"RUN": str(tmp_path), "STEPS": str(STEPS), "NPROC": "2", "PYTHON": sys.executable, **more}
-    environment = os.environ | words | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = os.environ | words | {"PYTHONPATH": os.pathsep.join([*sys.path, str(ROOT / "examples")])}
     said = tmp_path / "said"
     with said.open("wb") as file:
-        command = [str(LAUNCH / "torchrun.sh"), str(LAUNCH / f"{name}.py")]
+        command = [str(LAUNCH / "torchrun.sh"), str(PROGRAMS[name] / f"{name}.py")]
         job = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=file, stderr=file)
     try:
         until = time.monotonic() + 200

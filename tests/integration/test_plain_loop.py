@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from lightning.fabric import Fabric
+from lightning.fabric.utilities.data import _update_dataloader
+from lightning.fabric.wrappers import _FabricDataLoader
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import distribute_module
@@ -57,6 +59,8 @@ def require_alike(one: dict[str, Any], other: dict[str, Any]) -> None:
         (Loop(LOG, memory=True), 1),
         (Loop(memory=True, accumulate=2), 1),
         (Loop(WINDOWS, memory=True, prepared="fabric", optimizers=2), 1),
+        (Loop(prepared="fabric", sharding="ddp"), 2),
+        (Loop(WINDOWS, memory=True, prepared="fabric", sharding="fsdp2", unused=False), 2),
         (Loop(prepared="accelerate", unused=False), 2),
         (Loop(WINDOWS, memory=True, prepared="accelerate", unused=False, accumulate=2), 1),
         (Loop(sharding="ddp"), 2),
@@ -74,6 +78,8 @@ def require_alike(one: dict[str, Any], other: dict[str, Any]) -> None:
             "log",
             "accumulated",
             "fabric",
+            "fabric-ddp",
+            "fabric-fsdp2",
             "accelerate",
             "accelerate-accumulated",
             "ddp",
@@ -185,15 +191,24 @@ def test_a_loader_that_cannot_say_where_it_is_is_refused(tmp_path: Path):
         moe_ckpt.attach(*made(), dirpath=tmp_path, stateful={"loader": DataLoader([1])})
 
 
-@pytest.mark.parametrize("framework", ["fabric", "accelerate"])
-def test_a_loader_that_was_prepared_is_refused(tmp_path: Path, framework: str):
-    """Its state is not that of the loader, or it has none."""
-    loader = StatefulDataLoader([1], batch_size=1)
-    prepared = Fabric(accelerator="cpu", devices=1).setup_dataloaders(loader)
-    if framework == "accelerate":
-        prepared = pytest.importorskip("accelerate").Accelerator(cpu=True).prepare(loader)
-    with pytest.raises(ConfigError, match="is what accelerate or Fabric makes of a data loader"):
-        moe_ckpt.attach(*made(), dirpath=tmp_path, stateful={"loader": prepared})
+def test_a_loader_of_accelerate_is_refused(tmp_path: Path):
+    """It has loaded a batch more than it gave."""
+    loader = pytest.importorskip("accelerate").Accelerator(cpu=True).prepare(StatefulDataLoader([1], batch_size=1))
+    with pytest.raises(ConfigError, match="is what accelerate makes of a data loader"):
+        moe_ckpt.attach(*made(), dirpath=tmp_path, stateful={"loader": loader})
+
+
+def test_a_loader_of_fabric_that_cannot_say_where_it_is_is_refused(tmp_path: Path):
+    loader = Fabric(accelerator="cpu", devices=1).setup_dataloaders(DataLoader([1]))
+    with pytest.raises(ConfigError, match=r"loader \(DataLoader\) lacks state_dict.*StatefulDataLoader"):
+        moe_ckpt.attach(*made(), dirpath=tmp_path, stateful={"loader": loader})
+
+
+def test_a_loader_with_a_sampler_of_fabrics_is_refused(tmp_path: Path):
+    loader = StatefulDataLoader(list(range(8)), batch_size=2, shuffle=True)
+    divided = _update_dataloader(loader, Fabric._get_distributed_sampler(loader, num_replicas=2, rank=0))
+    with pytest.raises(ConfigError, match=r"the loader data among the ranks .* use_distributed_sampler=False"):
+        moe_ckpt.attach(*made(), dirpath=tmp_path, stateful={"data": _FabricDataLoader(divided)})
 
 
 def test_a_loader_that_is_being_iterated_is_refused(tmp_path: Path):

@@ -146,6 +146,18 @@ def test_options_are_those_of_every_adapter():
     }
 
 
+@pytest.mark.parametrize("name", ["qwen3_30b_a3b", "deepseek_v3_671b"])
+def test_launch_files_are_configs_that_torchtitan_parses(name: str):
+    """Options on its command line count, those of checkpoints too."""
+    from torchtitan.config import ConfigManager
+
+    words = ["--module", "recipes.launch.titan", "--config", name, "--checkpoint.resume", "never"]
+    config = ConfigManager().parse_args(words)
+    options = config.checkpoint.options(config.dump_folder)
+    assert (options.dirpath, options.resume) == ("runs/titan/checkpoints", "never")
+    assert options.memory is not None
+
+
 @pytest.mark.parametrize(
     ("field", "says"),
     [
@@ -180,6 +192,32 @@ def test_pipeline_stages_are_refused():
     trainer = SimpleNamespace(parallel_dims=SimpleNamespace(pp_enabled=True))
     with pytest.raises(UnsupportedError, match="pipeline_parallel_degree=1"):
         build(states={"train_state": trainer})
+
+
+def of_defaults() -> SimpleNamespace:
+    """A trainer with torchtitan's defaults."""
+    from torchtitan.config import ParallelismConfig, TrainingConfig
+
+    return SimpleNamespace(config=SimpleNamespace(training=TrainingConfig(), parallelism=ParallelismConfig()))
+
+
+def test_cuda_graphs_are_refused(monkeypatch: pytest.MonkeyPatch):
+    """torchtitan itself leaves them out where there is no GPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(UnsupportedError, match=r"Set training\.disable_cuda_graphs=True"):
+        build(states={"train_state": of_defaults()})
+
+
+def on_two_ranks_by_default(rank: int, world_size: int) -> str:
+    with pytest.raises(UnsupportedError) as error:
+        build(states={"train_state": of_defaults()})
+    return str(error.value)
+
+
+def test_the_default_backend_is_refused_on_several_ranks():
+    """torch 2.13 refuses it before; a later one does not."""
+    for message in run_ranks(on_two_ranks_by_default, 2, preload=WARM):
+        assert re.search("spmd_backend='spmd_types'.*each of the 2 ranks.*'partial_dtensor'", message)
 
 
 def on_a_mesh_of_one(rank: int, world_size: int) -> str:

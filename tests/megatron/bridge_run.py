@@ -27,6 +27,7 @@ class Run:
         policy: Name and arguments.
         memory: Checkpoints in memory that outlives the process.
         experts: Ranks that experts are divided among.
+        stages: Of the pipeline.
         sharded: The optimizer is the distributed one.
         batch: Sequences a step, of all ranks.
         validate: A validation every five steps.
@@ -37,6 +38,7 @@ class Run:
     policy: tuple[str, dict[str, Any]] = ("Dense", {})
     memory: bool = False
     experts: int = 1
+    stages: int = 1
     sharded: bool = False
     batch: int = 4
     validate: bool = True
@@ -74,6 +76,7 @@ def config(root: str, run: Run) -> Any:
         moe_grouped_gemm=False,
         expert_model_parallel_size=run.experts,
         expert_tensor_parallel_size=1,
+        pipeline_model_parallel_size=run.stages,
         transformer_layer_spec=layers,
         bias_activation_fusion=False,
         bias_dropout_fusion=False,

@@ -1,28 +1,106 @@
-"""``megatron.bridge.MoECheckpointCallback``, called as Megatron-Bridge calls it: killed and started again, it ends with
-the bits of an undisturbed run."""
+"""``megatron.bridge.MoECheckpointCallback``: under Megatron-Bridge's own ``pretrain``, and called as Bridge calls it.
+
+Killed and started again, a run ends with the bits of an undisturbed one.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import random
+import secrets
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers
 
 from moe_ckpt import Memory, newest_step
-from moe_ckpt.errors import ConfigError
+from moe_ckpt.errors import ConfigError, CoverageError
+from moe_ckpt.interop.export import export
 from moe_ckpt.megatron.bridge import MoECheckpointCallback
-from tests.megatron import bridge_loop
+from tests.integration.test_plain_loop import require_alike
+from tests.megatron import bridge_loop, bridge_run, hub_rank
 from tests.megatron.bridge_loop import SETUP, Job
+from tests.megatron.bridge_run import Run
+from tests.support.kills import Kill, drawn
+from tests.support.kills import killed as killed_again_and_again
 from tests.support.megatron_run import EXACT
-from tests.support.processes import RanksFailed, run_ranks, start_ranks
+from tests.support.processes import Outcome, RanksFailed, run_ranks, start_ranks
 
 WARM = "tests.support.megatron_warm"
 RANKS = 2
 RARELY = ("Dense", {"every_n_steps": 1000})
 WINDOWS = ("MoEvement", {"window": 3})
+
+
+needs_bridge = pytest.mark.skipif(importlib.util.find_spec("megatron.bridge") is None, reason="without Megatron-Bridge")
+
+
+def pretrain(root: Path, run: Run, ranks: int, kill: Kill | None = None) -> list[Outcome]:
+    root.mkdir(exist_ok=True)
+    bridge = "tests.support.bridge_warm"
+    return start_ranks(bridge_run.lived, ranks, str(root), run, kill, preload=bridge, grace=2.0)
+
+
+@needs_bridge
+@pytest.mark.parametrize(
+    ("run", "ranks"),
+    [
+        (Run(experts=2), 2),
+        pytest.param(Run(WINDOWS, sharded=True), 2, marks=pytest.mark.slow),
+        pytest.param(Run(WINDOWS, stages=2), 2, marks=pytest.mark.slow),
+        pytest.param(Run(("GradientLog", {}), memory=True), 1, marks=pytest.mark.slow),
+    ],
+    ids=["experts", "windows-sharded", "windows-stages", "log"],
+)
+def test_bridges_own_pretrain_ends_with_the_same_bits(tmp_path: Path, run: Run, ranks: int):
+    """The model drops out, and a validation every five steps has data of its own."""
+    [undisturbed, *_] = killed_again_and_again(partial(pretrain, tmp_path / "whole", run, ranks), [])
+    kills = drawn(secrets.token_hex(4), 4, bridge_run.STEPS - 4, 5, ranks, 0.2)
+    [resumed, *_] = killed_again_and_again(partial(pretrain, tmp_path / "killed", run, ranks), kills)
+    assert resumed["restored"], kills
+    require_alike(undisturbed, resumed)
+    assert resumed["at_end"] == undisturbed["at_end"]
+    assert resumed["losses"].items() <= undisturbed["losses"].items()
+
+
+def exported(rank: int, world_size: int, place: str) -> None:
+    """Exports in a process where Bridge can be imported."""
+    size = {"hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 24, "num_hidden_layers": 2}
+    latent = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 4, "n_group": 1, "topk_group": 1}
+    experts = {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1}
+    config = transformers.DeepseekV3Config(
+        **{**size, **latent, **heads, **experts, "routed_scaling_factor": 2.5, "norm_topk_prob": True},
+        vocab_size=hub_rank.VOCABULARY,
+        rope_parameters={"rope_type": "default", "rope_theta": 5000.0},
+        architectures=["DeepseekV3ForCausalLM"],
+        num_nextn_predict_layers=0,
+    )
+    config.save_pretrained(f"{place}/config")
+    export(f"{place}/store", "hf", f"{place}/out", config=f"{place}/config")
+    config.num_hidden_layers = 3
+    config.save_pretrained(f"{place}/config")
+    with pytest.raises(CoverageError, match=r"numbers in layer 2, and the run has 0"):
+        export(f"{place}/store", "hf", f"{place}/more", config=f"{place}/config")
+
+
+@needs_bridge
+def test_an_export_of_a_family_that_bridge_knows_computes_the_same_logits(tmp_path: Path):
+    logits = run_ranks(
+        hub_rank.trained, 2, str(tmp_path), "deepseek_v3", {"expert_model_parallel_size": 2}, preload=WARM
+    )
+    run_ranks(exported, 1, str(tmp_path), preload="tests.support.bridge_warm")
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(info.values()), info
+    with torch.no_grad():
+        computed = model.eval()(input_ids=hub_rank.asked()).logits
+    assert model.model.layers[1].mlp.gate.e_score_correction_bias.any()
+    torch.testing.assert_close(computed, logits[0][..., : hub_rank.VOCABULARY], rtol=1e-4, atol=1e-5)
 
 
 def live(job: Job, count: int = RANKS) -> list[dict[str, Any]]:
@@ -128,7 +206,7 @@ def test_bridges_own_checkpoint_is_where_an_empty_store_begins(tmp_path: Path):
     assert (first["begun"], first["iteration"]) == ((5, 20), 7)
     [second] = live(replace(job, loaded=9), 1)
     assert (second["begun"], second["iteration"]) == ((7, 28), 14)
-    assert any("Megatron-Bridge loaded iteration 9, but training continues at iteration 7" in x for x in second["said"])
+    assert any("iteration 9 had been loaded, but training continues from iteration 7" in x for x in second["said"])
 
 
 def test_what_cannot_be_saved_is_said_at_the_start(tmp_path: Path):

@@ -14,7 +14,7 @@ import transformers
 from moe_ckpt.cli.main import main
 from moe_ckpt.errors import ConfigError, CoverageError, UnsupportedError
 from moe_ckpt.interop.export import export
-from moe_ckpt.interop.hub_names import HubModel
+from moe_ckpt.interop.hub_names import ListedModel
 from moe_ckpt.reading.reader import open_step
 from tests.megatron import hub_rank
 from tests.support.processes import run_ranks
@@ -122,7 +122,7 @@ def test_transformer_engines_names_are_the_same_tensors(run: Path):
         for name, shape in shapes.items()
     }
     assert len(fused.keys() - shapes.keys()) == 3
-    model = HubModel(json.loads((run / "config" / "config.json").read_text()))
+    model = ListedModel(json.loads((run / "config" / "config.json").read_text()))
     assert model.tensors(fused, {}).keys() == model.tensors(shapes, {}).keys()
     with pytest.raises(
         UnsupportedError, match=r"1 tensors of the run .* such as decoder\.layers\.1\.mlp\.router\.expert_bias"

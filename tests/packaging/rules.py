@@ -72,7 +72,7 @@ HOMES = {
     "hydra": ("conf",),
     "omegaconf": ("conf",),
     "megatron": ("megatron", "testing", "interop"),
-    "transformers": ("transformers",),
+    "transformers": ("transformers", "interop"),
     "torchtitan": ("torchtitan",),
     "tyro": ("torchtitan",),
 }
@@ -102,7 +102,7 @@ PRIVATE_NAMES_OF_OTHERS = frozenset(
             "_scale",
             "_use_python_reducer",
         ),
-        *("_getframe", "_fit"),
+        *("_getframe", "_fit", "_model_bridge"),
     }
 )
 """Of torch, Python and this package, where Lightning is used."""

@@ -331,7 +331,7 @@ def _model(setup: Setup, config: Any, vp_stage: int | None) -> Any:
     )
     if setup.mla:
         for layer in spec.layer_specs:
-            layer.submodules.self_attention.submodules.core_attention = _latent_core_attention()
+            layer.submodules.self_attention.submodules.core_attention = latent_core_attention()
     predicting = get_gpt_mtp_block_spec(config, spec, use_transformer_engine=False, vp_stage=vp_stage)
     return GPTModel(
         config=config,
@@ -347,7 +347,7 @@ def _model(setup: Setup, config: Any, vp_stage: int | None) -> Any:
     )
 
 
-def _latent_core_attention() -> type:
+def latent_core_attention() -> type:
     """Megatron's plain attention for MLA, whose layer names the widths of keys and values, as only Transformer Engine's
     attention lets it. The plain one reads the keys' width off its input, and takes the values' to be ``kv_channels``,
     which ``_transformer_config`` makes true."""

@@ -10,9 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from moe_ckpt import megatron
 from moe_ckpt.core.user_text import parse_bytes, parse_secs
-from moe_ckpt.errors import ConfigError
+from moe_ckpt.errors import ConfigError, UnsupportedError
 from moe_ckpt.ledger.retention import RetentionPolicy
+from moe_ckpt.megatron.bridge import MoECheckpointCallback
 from moe_ckpt.memory.options import Memory
 from moe_ckpt.policies import (
     AnyOf,
@@ -154,6 +156,20 @@ def test_paths():
 def test_what_cannot_be_is_refused_by_name(values, says):
     with pytest.raises(ConfigError, match=says):
         made(**values)
+
+
+@pytest.mark.parametrize(
+    "begin",
+    [
+        lambda **options: megatron.attach(None, None, **options),
+        megatron.install,
+        MoECheckpointCallback,
+    ],
+    ids=["attach", "install", "bridge"],
+)
+def test_state_of_another_host_is_refused_before_megatron_begins(begin):
+    with pytest.raises(UnsupportedError, match=r"state_from='first'\): Megatron's optimizers .*weights_from="):
+        begin(dirpath="second", state_from="first")
 
 
 GRADIENTS_TO_PEERS = [MoEtion(recompute=True), Guarded(MoEtion(recompute=True))]

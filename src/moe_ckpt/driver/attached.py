@@ -43,12 +43,10 @@ class LoopHost(Host):
 
     def __init__(self, stateful: Mapping[str, Stateful]) -> None:
         for name, target in stateful.items():
-            if any(
-                isinstance(getattr(target, inner, None), DataLoader) for inner in ("base_dataloader", "_dataloader")
-            ):
+            if isinstance(getattr(target, "base_dataloader", None), DataLoader):
                 raise ConfigError(
-                    f"{self.attach}: {name} ({type(target).__name__}) is what accelerate or Fabric makes of a data "
-                    "loader. Give the StatefulDataLoader itself"
+                    f"{self.attach}: {name} ({type(target).__name__}) is what accelerate makes of a data loader, which "
+                    "is a batch ahead. Give the StatefulDataLoader itself, and loop over that"
                 )
             if not (hasattr(target, "state_dict") and hasattr(target, "load_state_dict")):
                 is_loader = isinstance(target, DataLoader)

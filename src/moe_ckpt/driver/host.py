@@ -11,7 +11,7 @@ from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.tokens import FaultRecord
 from moe_ckpt.driver.changes import Change
 from moe_ckpt.driver.states import Moment
-from moe_ckpt.errors import ConfigError, MoECheckpointError, UnsupportedError, state_refused
+from moe_ckpt.errors import ConfigError, MoECheckpointError, state_refused
 from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.format.run_records import Finished
 from moe_ckpt.interop.handover import Handover
@@ -84,14 +84,8 @@ class Host(Protocol):
 
         Returns:
             What was loaded; and hyperparameters that differ.
-
-        Raises:
-            UnsupportedError: This host's optimizers have state of another form.
         """
-        raise UnsupportedError(
-            f"state_from={path!r}: optimizers keep state of another form here than under Lightning, transformers, "
-            "torchtitan and in PyTorch loops. Set weights_from= to begin from weights alone"
-        )
+        raise RuntimeError("this adapter refuses state_from where it is set")
 
     def go_on_from_end(
         self, manifest: Manifest, finished: Finished, changes: Sequence[Change], plt: float

@@ -198,6 +198,15 @@ class Messages:
             *(unit, unit, step, state, unit, (newest or 0) + 1, step),
         )
 
+    def passed_over(self, step: int, loaded: int) -> None:
+        """Training continues from ``step`` of the store, although the host had ``loaded`` a step of its own."""
+        if step < loaded:
+            self._warn(
+                "%s %d had been loaded, but training continues from %s %d of the checkpoint in %s, with the bits of "
+                "the run. To continue from the other one, choose another dirpath",
+                *(self._unit, loaded, self._unit, step, self._dirpath),
+            )
+
     def gone_back(self, step: int, before: int) -> None:
         """A second fit of the same trainer begins at an older step than the first one ended at.
 

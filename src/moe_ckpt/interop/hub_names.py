@@ -8,7 +8,8 @@ divided, and which tensors there are.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,10 +21,9 @@ from moe_ckpt.errors import ConfigError, CoverageError, UnsupportedError
 Shape = tuple[int, ...]
 Part = Callable[[torch.Tensor], torch.Tensor]
 
-_BRIDGE = (
-    "Megatron-Bridge knows more of them (pip install megatron-bridge). In a job that has built the model: "
-    "moe_ckpt.megatron.load_weights(chunks, path), then AutoBridge.from_hf_pretrained(name).save_hf_pretrained(chunks, "
-    "output)"
+BRIDGE = (
+    "In a job that has built the model Megatron-Bridge may write it: moe_ckpt.megatron.load_weights(chunks, path), "
+    "then AutoBridge.from_hf_pretrained(name).save_hf_pretrained(chunks, output)"
 )
 _IGNORED = re.compile(r"\.(local_tokens_per_expert|_extra_state)$")
 """Names of what no model on the hub has, and no forward pass needs."""
@@ -58,43 +58,45 @@ class _Blocks:
     matrices: tuple[str, str, str]
 
 
-_FAMILIES = {
+FAMILIES = {
     "qwen3_moe": _Blocks("mlp.gate", "mlp.experts.{}", ("gate_proj", "up_proj", "down_proj")),
     "mixtral": _Blocks("block_sparse_moe.gate", "block_sparse_moe.experts.{}", ("w1", "w3", "w2")),
 }
 """``model_type`` -> names."""
 
 
-class HubModel:
+class HubModel(ABC):
     """One model on the hub, by its config.
 
     Args:
         config: Content of ``config.json``.
+        heads: Number of attention heads.
+        groups: Number of heads of keys and of values.
+        head: Size of a head.
 
     Raises:
-        UnsupportedError: It is of a family whose names are not known here.
-        ConfigError: It lacks an entry.
+        ConfigError: The config lacks an entry.
     """
 
-    def __init__(self, config: Mapping[str, Any]) -> None:
-        self._config, kind = config, config.get("model_type")
-        if kind not in _FAMILIES:
-            raise UnsupportedError(
-                f"--to hf writes Megatron checkpoints as {' and '.join(_FAMILIES)}, and this config is of a model_type "
-                f"{kind!r}. {_BRIDGE}"
-            )
-        self._kind, self._blocks = kind, _FAMILIES[kind]
-        self._heads, self._hidden = self._number("num_attention_heads"), self._number("hidden_size")
-        self._groups = self._number("num_key_value_heads")
-        self._head = config.get("head_dim") or self._hidden // self._heads
-        self._experts = self._number("num_experts" if "num_experts" in config else "num_local_experts")
+    def __init__(self, config: Mapping[str, Any], heads: int, groups: int, head: int) -> None:
+        self._config, self._kind = config, config.get("model_type")
+        self._heads, self._groups, self._head = heads, groups, head
         self._vocabulary = self._number("vocab_size")
 
     def _number(self, name: str) -> int:
-        value = self._config.get(name)
-        if not isinstance(value, int):
-            raise ConfigError(f"the config of a {self._config['model_type']} needs {name}, and has {value!r}")
-        return value
+        return number_in(self._config, name)
+
+    @abstractmethod
+    def _architecture(self) -> Mapping[str, Any]:
+        """Returns Megatron's settings of the model, by name."""
+
+    @abstractmethod
+    def _parts(self, name: str, shape: Shape) -> Iterator[tuple[str, HubTensor]]:
+        """Yields what is made of one of Megatron's tensors; nothing if it has no name on the hub."""
+
+    @abstractmethod
+    def _problems(self, made: Mapping[str, HubTensor]) -> Sequence[str]:
+        """Returns what is not as in the model on the hub."""
 
     def require_architecture(self, trained: Mapping[str, Any]) -> None:
         """Raises ``ConfigError`` if the trained model computes something else with the same tensors.
@@ -102,28 +104,9 @@ class HubModel:
         Args:
             trained: Megatron's settings, as checkpoints have them.
         """
-        config = self._config
-        rope: Mapping[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
-        expected = {
-            "num_attention_heads": self._heads,
-            "num_query_groups": self._groups,
-            "kv_channels": self._head,
-            "normalization": "RMSNorm",
-            "layernorm_zero_centered_gamma": False,
-            "layernorm_epsilon": config.get("rms_norm_eps", 1e-6 if self._kind == "qwen3_moe" else 1e-5),
-            "gated_linear_unit": True,
-            "activation_func": config.get("hidden_act", "silu"),
-            "moe_router_topk": config.get("num_experts_per_tok"),
-            "moe_router_score_function": "softmax",
-            "moe_router_pre_softmax": self._kind == "qwen3_moe" and not config.get("norm_topk_prob", False),
-            "position_embedding_type": "rope",
-            "rotary_base": config.get("rope_theta", rope.get("rope_theta")),
-            "rotary_interleaved": False,
-            "rotary_percent": 1.0,
-        }
         differing = [
             f"{name} is {trained[name]!r} in the run, {value!r} by the config"
-            for name, value in expected.items()
+            for name, value in self._architecture().items()
             if name in trained and trained[name] != value
         ]
         if differing:
@@ -141,17 +124,67 @@ class HubModel:
             UnsupportedError: The run has tensors without a name there.
         """
         made: dict[str, HubTensor] = {}
-        nameless = [name for name in besides if not _IGNORED.search(name)]
-        for name, shape in trained.items():
-            parts = list(self._parts(name, shape))
+        nameless = []
+        others = {name: tuple(getattr(value, "shape", ())) for name, value in besides.items()}
+        for name, shape in {**trained, **others}.items():
+            parts = [] if _IGNORED.search(name) else list(self._parts(name, shape))
             made.update(parts)
-            if not parts:
+            if not parts and not _IGNORED.search(name):
                 nameless.append(name)
         if nameless:
             raise UnsupportedError(
                 f"{len(nameless)} tensors of the run have no name in a {self._kind}, such as "
-                f"{', '.join(sorted(nameless)[:4])}. {_BRIDGE}"
+                f"{', '.join(sorted(nameless)[:4])}. {BRIDGE}"
             )
+        problems = self._problems(made)
+        if problems:
+            raise CoverageError("by its config the model has", tuple(problems))
+        return made
+
+    def _attention(self, kind: int, whole: torch.Tensor) -> torch.Tensor:
+        """Returns queries (0), keys (1) or values (2). Megatron has the heads of a query group one after the other."""
+        queries = self._heads // self._groups
+        groups = whole.view(self._groups, queries + 2, self._head, *whole.shape[1:])
+        which = (slice(0, queries), slice(queries, queries + 1), slice(queries + 1, queries + 2))[kind]
+        return groups[:, which].reshape(-1, *whole.shape[1:])
+
+
+class ListedModel(HubModel):
+    """A model of a family whose names are listed here.
+
+    Args:
+        config: Content of ``config.json``.
+    """
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        heads, hidden = (number_in(config, name) for name in ("num_attention_heads", "hidden_size"))
+        head = config.get("head_dim") or hidden // heads
+        super().__init__(config, heads, number_in(config, "num_key_value_heads"), head)
+        self._blocks, self._hidden = FAMILIES[config["model_type"]], hidden
+        self._experts = self._number("num_experts" if "num_experts" in config else "num_local_experts")
+
+    def _architecture(self) -> Mapping[str, Any]:
+        config = self._config
+        rope: Mapping[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        return {
+            "num_attention_heads": self._heads,
+            "num_query_groups": self._groups,
+            "kv_channels": self._head,
+            "normalization": "RMSNorm",
+            "layernorm_zero_centered_gamma": False,
+            "layernorm_epsilon": config.get("rms_norm_eps", 1e-6 if self._kind == "qwen3_moe" else 1e-5),
+            "gated_linear_unit": True,
+            "activation_func": config.get("hidden_act", "silu"),
+            "moe_router_topk": config.get("num_experts_per_tok"),
+            "moe_router_score_function": "softmax",
+            "moe_router_pre_softmax": self._kind == "qwen3_moe" and not config.get("norm_topk_prob", False),
+            "position_embedding_type": "rope",
+            "rotary_base": config.get("rope_theta", rope.get("rope_theta")),
+            "rotary_interleaved": False,
+            "rotary_percent": 1.0,
+        }
+
+    def _problems(self, made: Mapping[str, HubTensor]) -> Sequence[str]:
         expected = dict(self._expected())
         problems = [f"{name}, which the run does not have" for name in sorted(expected.keys() - made.keys())]
         problems += [f"no {name}, which the run has" for name in sorted(made.keys() - expected.keys())]
@@ -160,17 +193,14 @@ class HubModel:
             for name, tensor in made.items()
             if name in expected and tensor.shape != expected[name]
         ]
-        if problems:
-            raise CoverageError("by its config the model has", tuple(problems))
-        return made
+        return problems
 
     def _parts(self, name: str, shape: Shape) -> Iterator[tuple[str, HubTensor]]:
-        """Yields what is made of one of Megatron's tensors; nothing if it has no name on the hub."""
-        vocabulary = (self._vocabulary, *shape[1:]) if shape[0] >= self._vocabulary else shape
+        vocabulary = (self._vocabulary, *shape[1:]) if shape and shape[0] >= self._vocabulary else shape
         if name == "embedding.word_embeddings.weight":
-            yield "model.embed_tokens.weight", HubTensor(name, vocabulary, partial(_rows, 0, self._vocabulary))
+            yield "model.embed_tokens.weight", HubTensor(name, vocabulary, partial(rows, 0, self._vocabulary))
         elif name == "output_layer.weight":
-            yield "lm_head.weight", HubTensor(name, vocabulary, partial(_rows, 0, self._vocabulary))
+            yield "lm_head.weight", HubTensor(name, vocabulary, partial(rows, 0, self._vocabulary))
         elif name == "decoder.final_layernorm.weight":
             yield "model.norm.weight", HubTensor(name, shape)
         elif layer := re.fullmatch(r"decoder\.layers\.(\d+)\.(.+)", name):
@@ -193,15 +223,8 @@ class HubModel:
                 yield f"{prefix}.{down}.weight", shape, None
                 return
             half = shape[0] // 2
-            yield f"{prefix}.{gate}.weight", (half, *shape[1:]), partial(_rows, 0, half)
-            yield f"{prefix}.{up}.weight", (half, *shape[1:]), partial(_rows, half, 2 * half)
-
-    def _attention(self, kind: int, whole: torch.Tensor) -> torch.Tensor:
-        """Returns queries (0), keys (1) or values (2). Megatron has the heads of a query group one after the other."""
-        queries = self._heads // self._groups
-        groups = whole.view(self._groups, queries + 2, self._head, *whole.shape[1:])
-        rows = (slice(0, queries), slice(queries, queries + 1), slice(queries + 1, queries + 2))[kind]
-        return groups[:, rows].reshape(-1, *whole.shape[1:])
+            yield f"{prefix}.{gate}.weight", (half, *shape[1:]), partial(rows, 0, half)
+            yield f"{prefix}.{up}.weight", (half, *shape[1:]), partial(rows, half, 2 * half)
 
     def _expected(self) -> Iterator[tuple[str, Shape]]:
         """Yields every tensor of the model on the hub, with its shape."""
@@ -249,5 +272,14 @@ _OF_LAYERS = {
 """Names in a layer that differ, and nothing else."""
 
 
-def _rows(begin: int, end: int, whole: torch.Tensor) -> torch.Tensor:
+def rows(begin: int, end: int, whole: torch.Tensor) -> torch.Tensor:
+    """Returns some rows of a tensor."""
     return whole[begin:end]
+
+
+def number_in(config: Mapping[str, Any], name: str) -> int:
+    """Returns an entry of ``config.json`` that must be a whole number."""
+    value = config.get(name)
+    if not isinstance(value, int):
+        raise ConfigError(f"the config of a {config.get('model_type')} needs {name}, and has {value!r}")
+    return value

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ import torch
 
 from moe_ckpt.errors import ConfigError, DamagedError, NoCheckpointError
 from moe_ckpt.format.shard import MAX_HEADER_BYTES, TORCH_DTYPES, dtype_name
-from moe_ckpt.interop.hub_names import HubModel
+from moe_ckpt.interop.bridge_names import hub_model
 from moe_ckpt.interop.whole import WholeCheckpoint
 from moe_ckpt.ledger.coverage import Box
 from moe_ckpt.storage.base import Storage
@@ -246,17 +246,13 @@ def write_for_hub(
         )
     path = Path(config) / CONFIG_NAME if Path(config).is_dir() else Path(config)
     content = _read_json(path)
-    model = HubModel(content)
+    model = hub_model(content, path.parent)
     model.require_architecture(checkpoint.state.get("architecture", {}))
     index = checkpoint.reader.index(checkpoint.manifest)
     shapes = {name: index.meta(key).global_shape for name, key in checkpoint.parameters.items()}
+    sources = _entries(checkpoint)
     made = {
-        name: _ExportedTensor(
-            index.meta(checkpoint.parameters[tensor.source]).dtype,
-            tensor.shape,
-            checkpoint.parameters[tensor.source],
-            tensor.part,
-        )
+        name: replace(sources[tensor.source], shape=tensor.shape, part=tensor.part)
         for name, tensor in model.tensors(shapes, checkpoint.extras).items()
     }
     _write_model(checkpoint, target, (made, {}), progress, max_file_bytes)

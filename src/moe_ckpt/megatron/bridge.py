@@ -22,13 +22,13 @@ from typing import TYPE_CHECKING, Any
 from moe_ckpt.driver.host import Stateful
 from moe_ckpt.driver.run import CLOSE_SECS
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.megatron.checkpoint import MegatronCheckpoint
+from moe_ckpt.megatron.checkpoint import MegatronCheckpoint, megatron_options
 from moe_ckpt.megatron.loop import Progress
 from moe_ckpt.megatron.script import counters_of, give_generators, rerun_machine, set_counters
 from moe_ckpt.megatron.world import is_rank_zero
 from moe_ckpt.notices import announce
 from moe_ckpt.policies.base import Policy
-from moe_ckpt.run.options import OptionValues, make_options
+from moe_ckpt.run.options import OptionValues
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -70,7 +70,7 @@ class MoECheckpointCallback:
         stateful: Mapping[str, Stateful] | None = None,
         **options: Unpack[OptionValues],
     ) -> None:
-        self._options = make_options("MoECheckpointCallback", policy, dirpath, options, ("stateful",))
+        self._options = megatron_options("MoECheckpointCallback", policy, dirpath, options)
         self._stateful = stateful or {}
         self.checkpoint: MegatronCheckpoint | None = None
 
@@ -97,13 +97,7 @@ class MoECheckpointCallback:
             self._options, context.model, context.optimizer, context.scheduler, self._stateful
         )
         progress = ckpt.resume((lambda: loaded) if loaded.restored else None)
-        if progress.iteration < loaded.iteration and is_rank_zero():
-            announce(
-                "Megatron-Bridge loaded iteration %d, but training continues at iteration %d, of the checkpoint in %s. "
-                "To continue from Bridge's, choose another dirpath",
-                *(loaded.iteration, progress.iteration, self._options.dirpath),
-                level=logging.WARNING,
-            )
+        ckpt._driver.say.passed_over(progress.iteration, loaded.iteration)
         position.step = progress.iteration
         set_counters(position, progress)
         operations = vars(position).pop("num_floating_point_operations_so_far", 0)  # Bridge's name is another

@@ -15,7 +15,7 @@ from moe_ckpt.core.operators import grid_of
 from moe_ckpt.driver.attached import AttachedCheckpoint
 from moe_ckpt.driver.host import GradientLogging, Stateful
 from moe_ckpt.driver.states import Action, Moment
-from moe_ckpt.errors import ConfigError
+from moe_ckpt.errors import ConfigError, UnsupportedError
 from moe_ckpt.megatron.host import MegatronHost, all_stateful
 from moe_ckpt.megatron.inventory import chunks_of, take_inventory, unwrapped
 from moe_ckpt.megatron.loop import FirstForward, Progress, StepWatch
@@ -58,13 +58,31 @@ def attach(
 
     Raises:
         MissingPackageError: Megatron-Core is not installed.
-        UnsupportedError: An unknown optimizer, expert container or version.
+        UnsupportedError: An unknown optimizer, expert container or version; or ``state_from`` is set.
         CoverageError: The ranks together do not hold every expert and every element exactly once.
         ConfigError: Process groups are not set up, or settings contradict each other.
         StoreError: The directory cannot be used.
     """
-    chosen = make_options("megatron.attach", policy, dirpath, options, ("stateful",))
+    chosen = megatron_options("megatron.attach", policy, dirpath, options)
     return MegatronCheckpoint(chosen, model_chunks, optimizer, scheduler, stateful or {})
+
+
+def megatron_options(
+    where: str, policy: Policy | None, dirpath: str | os.PathLike[str], values: OptionValues
+) -> Options:
+    """Returns the checked options of a run under Megatron. Arguments: ``make_options``.
+
+    Raises:
+        ConfigError: An unknown option, or a value that cannot be.
+        UnsupportedError: ``state_from`` is set.
+    """
+    chosen = make_options(where, policy, dirpath, values, ("stateful",))
+    if chosen.state_from is not None:
+        raise UnsupportedError(
+            f"{where}(state_from={chosen.state_from!r}): Megatron's optimizers keep state of another form than those "
+            "of Lightning, transformers, torchtitan and PyTorch loops. Set weights_from= to begin from weights alone"
+        )
+    return chosen
 
 
 class MegatronCheckpoint(AttachedCheckpoint):

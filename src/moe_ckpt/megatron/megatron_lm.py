@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any
 from moe_ckpt.driver.host import Stateful
 from moe_ckpt.driver.run import CLOSE_SECS, close_guarded
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.megatron.checkpoint import MegatronCheckpoint
+from moe_ckpt.megatron.checkpoint import MegatronCheckpoint, megatron_options
 from moe_ckpt.megatron.compat import changed, look_up, megatron_core
 from moe_ckpt.megatron.loop import Progress
 from moe_ckpt.megatron.script import (
@@ -54,7 +54,7 @@ from moe_ckpt.megatron.world import from_rank_zero, is_rank_zero
 from moe_ckpt.notices import announce
 from moe_ckpt.policies.base import Policy
 from moe_ckpt.reading.reader import newest_step
-from moe_ckpt.run.options import Options, OptionValues, make_options
+from moe_ckpt.run.options import Options, OptionValues
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -114,10 +114,10 @@ def install(
 
     Raises:
         ConfigError: An impossible setting, a second call, or Megatron-LM cannot be imported.
-        UnsupportedError: This version of Megatron-LM lacks a function that is needed.
+        UnsupportedError: This version of Megatron-LM lacks a function that is needed, or ``state_from`` is set.
     """
     global _installed
-    chosen = make_options("megatron.install", policy, dirpath, options, ("stateful",))
+    chosen = megatron_options("megatron.install", policy, dirpath, options)
     if _installed is not None:
         raise ConfigError(
             f"megatron.install() was called twice in this process, for {_installed.options.dirpath} and for "

@@ -26,6 +26,7 @@ from moe_ckpt.modeling.blocks import require_known_holders
 from moe_ckpt.modeling.bucket_order import BucketOrder
 from moe_ckpt.modeling.rng import capture_rng, restore_rng
 from moe_ckpt.modeling.routing import TrainingPasses
+from moe_ckpt.plain.fabric import torch_loader, torch_model, torch_optimizer
 from moe_ckpt.plain.host import PlainHost, Position
 from moe_ckpt.policies.base import Policy
 from moe_ckpt.run.events import StepRecord
@@ -66,12 +67,6 @@ def attach(
     return PlainCheckpoint(chosen, model, listed, stateful or {})
 
 
-def _without_wrapper(optimizer: Any) -> Any:
-    """The torch optimizer in one that accelerate or Fabric has prepared; others as they are."""
-    inner = getattr(optimizer, "optimizer", None)
-    return _without_wrapper(inner) if isinstance(inner, Optimizer) else optimizer
-
-
 class PlainCheckpoint(AttachedCheckpoint):
     """Checkpoints one training loop. All ranks call each method, on the training thread.
 
@@ -89,8 +84,7 @@ class PlainCheckpoint(AttachedCheckpoint):
     def __init__(
         self, options: Options, model: nn.Module, optimizers: Sequence[Optimizer], stateful: Mapping[str, Stateful]
     ) -> None:
-        model = getattr(model, "_forward_module", model)  # Fabric's wrapper
-        optimizers = [_without_wrapper(optimizer) for optimizer in optimizers]
+        model, optimizers = torch_model(model), [torch_optimizer(optimizer) for optimizer in optimizers]
         _require_usable(model, optimizers)
         if not isinstance(stateful, Mapping):
             raise ConfigError(
@@ -101,6 +95,7 @@ class PlainCheckpoint(AttachedCheckpoint):
         ranks = dist.get_world_size() if dist.is_initialized() else 1
         for name, parameter in module.named_parameters():
             require_known_holders(name, parameter, ranks)
+        stateful = {name: torch_loader(name, target) for name, target in stateful.items()}
         super().__init__(PlainHost(module, optimizers, stateful, ranks), options)
         passes = TrainingPasses()
         passes.in_batch = True  # a forward pass in eval mode is training's if it records gradients
@@ -143,17 +138,18 @@ class PlainCheckpoint(AttachedCheckpoint):
         """
         driver, host = self._driver, self._host
         for name, loader in host.stateful.items():
-            _require_not_iterated(name, loader)
+            _require_not_iterated(name, getattr(loader, "loader", loader))
         host.progress = Position(step)
         driver.resume()
         restored = driver.restored
         host.generators.put_back()
         if restored is not None:
             for name, loader in host.stateful.items():
-                state = restored.plain["stateful"][name]
+                state, loader = restored.plain["stateful"][name], getattr(loader, "loader", loader)
                 is_at_end = isinstance(state, Mapping) and state.get("_iterator_finished")
                 if isinstance(loader, DataLoader) and not is_at_end:  # the next epoch's seed is due in both
                     self.iterate_quietly(loader)
+            driver.say.passed_over(host.step, step)
         if driver.replaying is not None:
             driver.replaying.begin()
         if self._buckets is not None and restored is not None and host.step:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, fields
 from typing import Annotated, Any
 
+import torch
 import torch.distributed as dist
 import tyro
 from torch import nn
@@ -218,13 +219,24 @@ def _require_own_folder(path: str) -> None:
 
 
 def _require_supported(model_parts: Sequence[nn.Module], trainer: Any) -> None:
-    """Raises unless each rank holds all of the model, or a part of each tensor."""
+    """Raises unless each rank holds all of the model, or a part of each tensor, and runs its layers step by step."""
+    ranks = dist.get_world_size() if dist.is_initialized() else 1
+    config = getattr(trainer, "config", None)
+    if ranks > 1 and config is not None and config.parallelism.spmd_backend == "spmd_types":
+        raise UnsupportedError(
+            "CheckpointManager: parallelism.spmd_backend='spmd_types', torchtitan's default, keeps tensors of which it "
+            f"is unknown what part each of the {ranks} ranks holds. Set 'partial_dtensor' or 'full_dtensor'"
+        )
+    if config is not None and torch.cuda.is_available() and not config.training.disable_cuda_graphs:
+        raise UnsupportedError(
+            "CheckpointManager: training.disable_cuda_graphs=False, torchtitan's default. A graph that is replayed "
+            "calls no hook of a router, so tokens would not be counted. Set training.disable_cuda_graphs=True"
+        )
     if len(model_parts) != 1 or getattr(getattr(trainer, "parallel_dims", None), "pp_enabled", False):
         raise UnsupportedError(
             "CheckpointManager: the model is divided into pipeline stages, of which each rank holds only some. Set "
             "parallelism.pipeline_parallel_degree=1, or use torchtitan's own CheckpointManager for this run"
         )
-    ranks = dist.get_world_size() if dist.is_initialized() else 1
     for name, parameter in model_parts[0].named_parameters():
         if is_dtensor(parameter) and parameter.device_mesh.size() != ranks:  # type: ignore[attr-defined]
             raise UnsupportedError(

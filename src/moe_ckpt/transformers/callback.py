@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import inspect
-import logging
 import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -20,8 +19,6 @@ from moe_ckpt.transformers.progress import TrainerProgress
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
-
-log = logging.getLogger(__name__)
 
 
 class MoECheckpointCallback(TrainerCallback):
@@ -54,91 +51,64 @@ class MoECheckpointCallback(TrainerCallback):
         self._options = make_options("MoECheckpointCallback", policy, dirpath, options)
         self.checkpoint: PlainCheckpoint | None = None
         self._progress: TrainerProgress | None = None
-        self._is_first, self._is_uncounted = False, False
+        self._opened = contextlib.ExitStack()
+        self._is_uncounted = False
         _accompany_trainers()
 
-    # --- once, around training ---
-
-    def run(self, trainer: Trainer, train: Callable[[], Any]) -> Any:
-        """Runs ``train``, the whole training of ``trainer``, and keeps the newest step if that raises."""
-        self._progress, self.checkpoint = TrainerProgress(trainer), None
-        try:
-            result = train()
-        except BaseException as error:
-            self._close(error)
-            raise
-        self._close(None)
-        return result
-
-    def _close(self, error: BaseException | None) -> None:
-        if self._progress is not None:
-            self._progress.close()
-        if self.checkpoint is not None:
-            self.checkpoint.__exit__(None if error is None else type(error), error, None)
-
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Finds the MoE layers, opens the store and resumes."""
-        progress = self._progress
-        if progress is None:
+    @property
+    def _training(self) -> TrainerProgress:
+        if self._progress is None:
             raise ConfigError("MoECheckpointCallback: give it to a transformers.Trainer, Trainer(callbacks=[...])")
-        trainer = progress.trainer
-        _require_supported(trainer)
-        stateful = {"trainer": progress, "lr": trainer.lr_scheduler}
-        if trainer.accelerator.scaler is not None:
-            stateful["scaler"] = trainer.accelerator.scaler
-        before = state.global_step
-        self.checkpoint = PlainCheckpoint(self._options, trainer.model_wrapped, [trainer.optimizer], stateful)
-        position = self.checkpoint.resume(step=before)
-        if position.step < before:
-            log.warning(
-                "Trainer had resumed at step %d from its own checkpoint. Training continues from step %d of %s, with "
-                "the bits of the run. Call train() without resume_from_checkpoint; to continue from step %d, choose "
-                "another dirpath",
-                *(before, position.step, self._options.dirpath, before),
-            )
-        if position.restored:
-            progress.resumed(position.step, self.checkpoint)
-        else:
-            progress.begins(position.step)
-        self._is_first, self._is_uncounted = True, False
+        return self._progress
 
-    def end(self) -> None:
-        """Saves the last step, before ``Trainer`` loads the best model or deletes anything."""
-        if self.checkpoint is None or self._progress is None:
-            return
-        state = self._progress.trainer.state
-        self._count(state)
-        self.checkpoint.finish(ended=state.global_step >= state.max_steps)
+    # --- around methods of Trainer ---
 
-    # --- every epoch ---
+    def run(self, trainer: Trainer, train: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Runs ``train``, the whole training, and keeps the newest step if that raises."""
+        self._progress, self.checkpoint, self._is_uncounted = TrainerProgress(trainer), None, False
+        with self._opened:
+            self._opened.callback(self._progress.close)
+            return train(trainer, *args, **kwargs)
 
-    def run_epoch(self, train: Callable[..., Any], arguments: dict[str, Any]) -> None:
+    def run_epoch(self, trainer: Trainer, train: Callable[..., Any], **arguments: Any) -> None:
         """Runs an epoch from where training resumes in it, or not at all if it is over.
 
         Args:
-            train: ``Trainer._run_epoch``.
-            arguments: What ``Trainer`` calls it with, which begins at the epoch that its own checkpoint is in.
+            arguments: They begin at the epoch that the checkpoint of ``Trainer`` is in.
         """
-        if self._progress is not None and self._progress.enter_epoch(arguments):
-            train(**arguments)
-            self._progress.leave_epoch(arguments)
+        if self._training.enter_epoch(arguments):
+            train(trainer, **arguments)
+            self._training.leave_epoch(arguments)
 
-    # --- every step ---
+    def end(self, trainer: Trainer, finalize: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Saves the last step, before ``Trainer`` loads the best model or deletes anything."""
+        self._count(trainer.state)
+        if self.checkpoint is not None:
+            self.checkpoint.finish(ended=trainer.state.global_step >= trainer.state.max_steps)
+        return finalize(trainer, *args, **kwargs)
+
+    # --- events ---
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Finds the MoE layers, opens the store and resumes."""
+        trainer = self._training.trainer
+        _require_supported(trainer)
+        stateful = {"trainer": self._training, "lr": trainer.lr_scheduler}
+        if trainer.accelerator.scaler is not None:
+            stateful["scaler"] = trainer.accelerator.scaler
+        checkpoint = PlainCheckpoint(self._options, trainer.model_wrapped, [trainer.optimizer], stateful)
+        self.checkpoint = self._opened.enter_context(checkpoint)
+        self._training.begin(checkpoint.resume(step=state.global_step), checkpoint)
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Counts the step before, which is final now: it was logged, evaluated and saved by ``Trainer``."""
-        if self._progress is None or self.checkpoint is None:
-            return
-        if self._is_first:
-            self._is_first = False
-            self._progress.first_batch_is_loaded(self.checkpoint)
+        self._training.batch_is_loaded()
         self._count(state)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """An optimizer step is done; what belongs to it is not."""
-        if self._progress is not None:
-            self._is_uncounted = True
-            self._progress.updates += 1
+        self._is_uncounted = True
+        self._training.updates += 1
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """An evaluation is over."""
@@ -146,9 +116,9 @@ class MoECheckpointCallback(TrainerCallback):
             self._progress.has_evaluated = True
 
     def _count(self, state: TrainerState) -> None:
-        if self._is_uncounted and self.checkpoint is not None and self._progress is not None:
+        if self._is_uncounted and self.checkpoint is not None:
             self._is_uncounted = False
-            self._progress.is_in_training = True
+            self._training.is_in_training = True
             self.checkpoint.after_step(state.global_step)
 
 
@@ -183,41 +153,31 @@ def _of(trainer: Trainer) -> MoECheckpointCallback | None:
 
 @functools.cache
 def _accompany_trainers() -> None:
-    """Lets ``Trainer`` tell its callback of ours when training begins, an epoch begins and training ends.
+    """Lets ``Trainer`` call its callback of ours around a training, an epoch, and what comes after the last one.
 
     A callback alone cannot say at which batch of which epoch training begins, nor learn that it failed.
     """
-    names = ("_inner_training_loop", "_run_epoch", "_finalize_training")
-    if not all(hasattr(Trainer, name) for name in names):
+    ours = MoECheckpointCallback
+    around: dict[str, Callable[..., Any]] = {
+        "_inner_training_loop": ours.run,
+        "_run_epoch": ours.run_epoch,
+        "_finalize_training": ours.end,
+    }
+    if not all(hasattr(Trainer, name) for name in around):
         from transformers import __version__
 
         raise UnsupportedError(
-            f"MoECheckpointCallback: Trainer of transformers {__version__} has no {', '.join(names)}. It was tested "
+            f"MoECheckpointCallback: Trainer of transformers {__version__} has no {', '.join(around)}. It was tested "
             "with transformers 5.24"
         )
-    loop, epoch, finalize = (getattr(Trainer, name) for name in names)
-    parameters = inspect.signature(epoch)
+    for name, enclosing in around.items():
+        setattr(Trainer, name, _enclosed(getattr(Trainer, name), enclosing))
 
-    @functools.wraps(loop)
-    def train(self: Trainer, *args: Any, **kwargs: Any) -> Any:
-        ours, theirs = _of(self), functools.partial(loop, self, *args, **kwargs)
-        return theirs() if ours is None else ours.run(self, theirs)
 
-    @functools.wraps(epoch)
-    def run_epoch(self: Trainer, *args: Any, **kwargs: Any) -> Any:
+def _enclosed(theirs: Callable[..., Any], enclosing: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(theirs)
+    def enclosed(self: Trainer, *args: Any, **kwargs: Any) -> Any:
         ours = _of(self)
-        if ours is None:
-            return epoch(self, *args, **kwargs)
-        arguments = dict(parameters.bind(self, *args, **kwargs).arguments)
-        arguments.pop("self")
-        return ours.run_epoch(functools.partial(epoch, self), arguments)
+        return theirs(self, *args, **kwargs) if ours is None else enclosing(ours, self, theirs, *args, **kwargs)
 
-    @functools.wraps(finalize)
-    def end(self: Trainer, *args: Any, **kwargs: Any) -> Any:
-        ours = _of(self)
-        if ours is not None:
-            ours.end()
-        return finalize(self, *args, **kwargs)
-
-    for name, ours in zip(names, (train, run_epoch, end), strict=True):
-        setattr(Trainer, name, ours)
+    return enclosed

@@ -12,10 +12,11 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.trainer_callback import ExportableState
 
-from moe_ckpt.driver.changes import same
+from moe_ckpt.driver.changes import differing, same
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.modeling.rng import capture_rng, restore_rng
 from moe_ckpt.plain.checkpoint import PlainCheckpoint
+from moe_ckpt.plain.host import Position
 
 log = logging.getLogger(__name__)
 
@@ -45,8 +46,8 @@ class TrainerProgress:
         self.trainer: Any = trainer  # much of what is set below is private to it
         self.epoch = self.updates = 0
         self.is_in_training = self.has_evaluated = False
-        self._resumed = False
-        self._warned = False
+        self._resumed = self._warned = False
+        self._restore_generators: Callable[[], None] | None = None
         self._eval_on_start = trainer.args.eval_on_start
         self._rng: Mapping[str, Any] = {}  # before the epoch's order was drawn
 
@@ -75,16 +76,14 @@ class TrainerProgress:
         """
         trainer = self.trainer
         before, now = state["data"], self._data()
-        changed = [
-            f"{name} was {before.get(name)!r} and is {now[name]!r}" for name in now if before.get(name) != now[name]
-        ]
+        changed = "; ".join(map(str, differing("", before, now, from_checkpoint=False)))
         if changed and state["updates"]:
             raise ConfigError(
-                f"the checkpoint is within an epoch, and its data have changed: {'; '.join(changed)}. Its position "
+                f"the checkpoint is within an epoch, and its data have changed: {changed}. Its position "
                 "would be another one. Set what the run had, or start a new run with weights_from= and another dirpath"
             )
         if changed:
-            log.warning("the next epoch begins with other data than the run had: %s", "; ".join(changed))
+            log.warning("the next epoch begins with other data than the run had: %s", changed)
         self.epoch, self.updates, self.is_in_training = state["epoch"], state["updates"], state["is_in_training"]
         self._rng, self.has_evaluated = state["rng"], state["has_evaluated"]
         for name, value in state["state"].items():
@@ -114,18 +113,13 @@ class TrainerProgress:
 
     # --- where training begins ---
 
-    def begins(self, step: int) -> None:
-        """Nothing was restored: training begins where ``Trainer`` begins, at step 0 or at its own checkpoint.
-
-        Args:
-            step: Steps done; more than ``Trainer`` has counted, if another host did them.
-        """
-        self.epoch, trainer = -1, self.trainer
-        trainer._initial_global_step = trainer._globalstep_last_logged = trainer.state.global_step = step
-
-    def resumed(self, step: int, checkpoint: PlainCheckpoint) -> None:
-        """The state was restored from ``checkpoint``: training goes on at ``step``, which logs count from."""
-        trainer = self.trainer
+    def begin(self, position: Position, checkpoint: PlainCheckpoint) -> None:
+        """Training begins: where ``Trainer`` begins, or at ``position`` if that was restored or another host's."""
+        trainer, step = self.trainer, position.step
+        if not position.restored:
+            self.epoch = -1
+            trainer._initial_global_step = trainer._globalstep_last_logged = trainer.state.global_step = step
+            return
         self._resumed = True
         if not self.is_in_training:
             return
@@ -137,11 +131,13 @@ class TrainerProgress:
         trainer._initial_global_step = trainer.state.global_step = step
         trainer._initial_num_input_tokens_seen = trainer.state.num_input_tokens_seen
         trainer._total_loss_scalar = -trainer._tr_loss.item()  # at the end Trainer reports the loss of this call alone
+        self._restore_generators = checkpoint.restore_generators
 
-    def first_batch_is_loaded(self, checkpoint: PlainCheckpoint) -> None:
-        """Restores the random numbers of a checkpoint, which was made when the same batch had been loaded."""
-        if self._resumed and self.is_in_training:
-            checkpoint.restore_generators()
+    def batch_is_loaded(self) -> None:
+        """Restores random numbers at the first step: the checkpoint was made when the same batch had been loaded."""
+        if self._restore_generators is not None:
+            self._restore_generators()
+            self._restore_generators = None
 
     def close(self) -> None:
         """Training has ended: ``Trainer`` has its settings back."""

@@ -79,7 +79,11 @@ def fabric_of(loop: Loop, world_size: int) -> Any:
     if loop.sharding == "ddp":
         strategy = DDPStrategy(find_unused_parameters=loop.unused)
     elif loop.sharding == "fsdp2":
-        strategy = ModelParallelStrategy(lambda net, mesh: sharded(net, mesh=mesh["data_parallel"]))
+        strategy = ModelParallelStrategy(
+            lambda net, mesh: sharded(net, mesh=mesh["data_parallel"]),
+            data_parallel_size=world_size,
+            tensor_parallel_size=1,
+        )
     plugins = [TorchElasticEnvironment()] if world_size > 1 else []
     fabric = Fabric(accelerator="cpu", devices=world_size, strategy=strategy, plugins=plugins)
     fabric.launch()

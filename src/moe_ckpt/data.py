@@ -101,6 +101,8 @@ class RecoverableDistributedSampler(DistributedSampler[int]):
         self.consumed = 0
         """Samples of this epoch that all ranks together have trained on; the next iteration begins behind them."""
         self._dealt_out = False
+        self._restored_epoch = 0
+        """Of a position that was restored, and not yet iterated from."""
 
     # --- the world, as it is now ---
 
@@ -163,7 +165,7 @@ class RecoverableDistributedSampler(DistributedSampler[int]):
         """
         if self._dealt_out:
             self.consumed = 0
-        self._dealt_out = False
+        self._dealt_out, self._restored_epoch = False, 0
         mine = self._mine()
         yield from mine[:-1]
         self._dealt_out = True
@@ -184,7 +186,18 @@ class RecoverableDistributedSampler(DistributedSampler[int]):
     # --- position ---
 
     def set_epoch(self, epoch: int) -> None:
-        """Call before each epoch, on every rank. Another epoch than the one at hand starts at its beginning."""
+        """Call before each epoch, on every rank. Another epoch than the one at hand starts at its beginning.
+
+        Raises:
+            ConfigError: The position that was restored is in a later epoch.
+        """
+        if epoch < self._restored_epoch:
+            raise ConfigError(
+                f"RecoverableDistributedSampler.set_epoch({epoch}): the restored position is in epoch "
+                f"{self._restored_epoch}, and would be lost. Begin with the sampler's own epoch, "
+                "range(sampler.epoch, epochs). A loader of fabric.setup_dataloaders begins with 0 in each process: "
+                "loop over the DataLoader itself"
+            )
         if epoch != self.epoch:
             self.epoch, self.consumed, self._dealt_out = epoch, 0, False
 
@@ -233,3 +246,4 @@ class RecoverableDistributedSampler(DistributedSampler[int]):
                 f"of {state['length']}"
             )
         self.epoch, self.consumed, self._dealt_out = state["epoch"], state["consumed"], False
+        self._restored_epoch = self.epoch

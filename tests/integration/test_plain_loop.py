@@ -21,6 +21,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 import moe_ckpt
 from moe_ckpt.callbacks import MoECheckpoint
+from moe_ckpt.data import RecoverableDistributedSampler
 from moe_ckpt.errors import ConfigError, MoECheckpointError, UnsupportedError
 from moe_ckpt.policies import Dense, MoC
 from tests.integration import plain_run
@@ -209,6 +210,12 @@ def test_a_loader_with_a_sampler_of_fabrics_is_refused(tmp_path: Path):
     divided = _update_dataloader(loader, Fabric._get_distributed_sampler(loader, num_replicas=2, rank=0))
     with pytest.raises(ConfigError, match=r"the loader data among the ranks .* use_distributed_sampler=False"):
         moe_ckpt.attach(*made(), dirpath=tmp_path, stateful={"data": _FabricDataLoader(divided)})
+
+
+def test_a_loader_whose_sampler_has_a_position_of_its_own_is_refused(tmp_path: Path):
+    loader = StatefulDataLoader([1, 2], sampler=RecoverableDistributedSampler([1, 2], 1, 0))
+    with pytest.raises(ConfigError, match=r"data \(StatefulDataLoader\) has a RecoverableDistributedSampler"):
+        moe_ckpt.attach(*made(), dirpath=tmp_path, stateful={"data": loader})
 
 
 def test_a_loader_that_is_being_iterated_is_refused(tmp_path: Path):

@@ -179,6 +179,22 @@ def test_arguments_that_contradict_each_other(arguments, words):
         RecoverableDistributedSampler(**{"dataset": range(4), **arguments})
 
 
+def test_an_epoch_before_the_restored_one_is_refused():
+    """As Fabric's loaders begin, in each process."""
+    sampler = RecoverableDistributedSampler(range(8), 2, 0)
+    sampler.set_epoch(3)
+    sampler.advance(1)
+    saved = sampler.state_dict()
+    resumed = RecoverableDistributedSampler(range(8), 2, 0)
+    resumed.load_state_dict(saved)
+    with pytest.raises(ConfigError, match=r"set_epoch\(0\): the restored position is in epoch 3"):
+        resumed.set_epoch(0)
+    resumed.set_epoch(3)
+    assert (list(resumed), resumed.state_dict()) == (list(sampler), saved)
+    resumed.set_epoch(0)
+    assert resumed.consumed == 0
+
+
 def test_training_does_not_go_backwards():
     with pytest.raises(ConfigError, match="backwards"):
         sampler(4).advance(-1)

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 from torch.utils.data import DataLoader
 
+from moe_ckpt.data import RecoverableDistributedSampler
 from moe_ckpt.driver.changes import Change
 from moe_ckpt.driver.host import End, Host, SealingSurvivors, Stateful, require_framework
 from moe_ckpt.driver.run import CLOSE_SECS, Driver
@@ -47,6 +48,12 @@ class LoopHost(Host):
                 raise ConfigError(
                     f"{self.attach}: {name} ({type(target).__name__}) is what accelerate makes of a data loader, which "
                     "is a batch ahead. Give the StatefulDataLoader itself, and loop over that"
+                )
+            if isinstance(getattr(getattr(target, "loader", target), "sampler", None), RecoverableDistributedSampler):
+                raise ConfigError(
+                    f"{self.attach}: {name} ({type(target).__name__}) has a RecoverableDistributedSampler, whose "
+                    "position is what was trained on, and not what a loader has fetched. Give the sampler itself in "
+                    "its place, use an ordinary DataLoader, and call the sampler's advance after each batch"
                 )
             if not (hasattr(target, "state_dict") and hasattr(target, "load_state_dict")):
                 is_loader = isinstance(target, DataLoader)

@@ -118,7 +118,7 @@ def _fit(
         "looked": looked,
         "read": sum(nbytes for _, nbytes in noted),
         "remade": checkpoint.recovery_plan and checkpoint.recovery_plan.updates,
-        "warned": [message for message in said if "resume from it" in message],
+        "warned": [message for message in said if "is of world size" in message],
     }
 
 
@@ -167,7 +167,7 @@ def test_two_ranks_resume_exactly(tmp_path, strategy):
     assert alone["restored"] == 6
     assert _whole([alone]) == _whole(before)
     (warning,) = alone["warned"]
-    assert "was written by 2 ranks, and 1 resume from it" in warning
+    assert "is of world size 2, and this run's is 1" in warning
     assert "data positions of rank 1 are dropped" in warning
 
 

@@ -321,9 +321,9 @@ def other_ranks(manifest: Manifest, world_size: int) -> str | None:
     if world_size < saved:
         taken = f"the random numbers and data positions of {_ranks(world_size, saved)} are dropped"
     else:
-        taken = f"{_ranks(saved, world_size)} get copies of the random numbers and data positions of other ranks"
+        taken = f"random numbers and data positions of other ranks are copied to {_ranks(saved, world_size)}"
     return (
-        f"checkpoint {manifest.directory} was written by {saved} ranks, and {world_size} resume from it. Parameters "
+        f"checkpoint {manifest.directory} is of world size {saved}, and this run's is {world_size}. Parameters "
         f"and optimizer state are exact, but training from here on is not: {taken}, and a step trains on {world_size} "
         f"instead of {saved} batches. Only moe_ckpt.data.RecoverableDistributedSampler divides the rest of the epoch "
         "so that no sample is repeated or left out"

@@ -522,7 +522,7 @@ def test_real_ranks_train_on_each_sample_once(tmp_path, worlds):
         ranks = run_ranks(_ranks, world, str(tmp_path / "store"), str(logs[life]), stop, None)
         restored += {rank["restored"] for rank in ranks}
         assert [len(rank["warned"]) for rank in ranks] == [1] + [0] * (world - 1)
-        assert f"written by {worlds[life - 1]} ranks, and {world} resume" in ranks[0]["warned"][0]
+        assert f"is of world size {worlds[life - 1]}, and this run's is {world}" in ranks[0]["warned"][0]
     assert at <= restored[0] <= at + 5, "two may be under way when the ranks are killed"
     assert restored[1:] in ([], [at + 8])
     lives = [

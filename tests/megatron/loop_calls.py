@@ -359,13 +359,13 @@ def ending(rank: int, world_size: int, root: str) -> dict[str, list[str]]:
         for iteration in range(ckpt.resume().iteration + 1, until + 1):
             train(ckpt, built, iteration)
         locked: list[bool] = []
-        release = ckpt.session._run.lock.release
+        release = ckpt.session._release
 
         def releasing(release: Any = release, locked: list[bool] = locked) -> None:
             locked.append(os.path.exists(os.path.join(root, "store", "finished.json")))
             release()
 
-        ckpt.session._run.lock.release = releasing
+        ckpt.session._release = releasing
         ckpt.finish(ended=ended)
         found[name] = [*said]
         found[f"{name}, noted when the store was let go of"] = [str(each) for each in locked]

@@ -199,7 +199,8 @@ class Reads:
         from moe_ckpt.reading import restore
         from moe_ckpt.reading.reader import StoreReader
 
-        self._find_damage, self._read_many = restore.find_damage, StoreReader.read_many
+        self._find_damage = restore.find_damage
+        self._read_many, self._use_many = StoreReader.read_many, StoreReader.use_many
 
         def find_damage(storage: Any, wanted: Any) -> Any:
             rows = list(wanted)
@@ -209,19 +210,26 @@ class Reads:
             self.verified_nbytes += sum(fresh.values())
             return self._find_damage(storage, rows)
 
-        def read_many(reader: Any, wanted: Any) -> Any:
+        def read_many(reader: Any, wanted: Any, **how: Any) -> Any:
             rows = list(wanted)
             self.read |= {_named(row) for row in rows if not row.entry.key.startswith("side/")}
-            return self._read_many(reader, rows)
+            return self._read_many(reader, rows, **how)
 
-        restore.find_damage, StoreReader.read_many = find_damage, read_many  # type: ignore[method-assign]
+        def use_many(reader: Any, wanted: Any, use: Any) -> None:
+            rows = list(wanted)
+            self.read |= {_named(row) for row in rows if not row.entry.key.startswith("side/")}
+            self._use_many(reader, rows, use)
+
+        restore.find_damage = find_damage
+        StoreReader.read_many, StoreReader.use_many = read_many, use_many  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *_: Any) -> None:
         from moe_ckpt.reading import restore
         from moe_ckpt.reading.reader import StoreReader
 
-        restore.find_damage, StoreReader.read_many = self._find_damage, self._read_many  # type: ignore[method-assign]
+        restore.find_damage = self._find_damage
+        StoreReader.read_many, StoreReader.use_many = self._read_many, self._use_many  # type: ignore[method-assign]
 
     def summary(self) -> dict[str, Any]:
         return {

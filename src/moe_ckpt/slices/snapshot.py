@@ -93,11 +93,6 @@ class Snapshot:
         return self.buffers[1 : 1 + len(self.plan.slots)]
 
     @property
-    def mirrored(self) -> Buffer | None:
-        """The buffer of duplicates alone; None if there is none."""
-        return self.buffers[-1] if len(self.plan.buffers) > 1 + len(self.plan.slots) else None
-
-    @property
     def step(self) -> int:
         return self.identity.step
 

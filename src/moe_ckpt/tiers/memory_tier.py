@@ -66,38 +66,34 @@ class Settled(NamedTuple):
     copied: bool
 
 
+_SHARE, _MIRRORED = -1, -2
+"""Places in ``_Entry.buffers`` of this rank's share, and of duplicates of other ranks' shares."""
+
+
 @dataclass(eq=False)
 class _Entry(MemoryStep):
     """One snapshot of this life.
 
     Attributes:
-        buffer: Its bytes; None once it was given up.
-        readers: Snapshots that are to be written to storage from the buffer still: it stays.
+        buffers: The snapshot's memory, none once it was given up: ``_SHARE``; place in ``Contents.groups`` -> gradients
+            in a buffer of their own, as long as they are needed; ``_MIRRORED``, until the other ranks' shares have been
+            copied.
+        readers: How many snapshots have still to be written to storage from the buffers, which stay until then.
         state: Of this rank's share.
         freshness: What its checksums show.
         reported: The other ranks know that it is sealed.
-        pieces: Place in ``Contents.groups`` -> gradients that lie by themselves, as far as they are needed.
-        mirrored: Duplicates of other ranks' shares, until those have been copied.
     """
 
-    buffer: Buffer | None = None
+    buffers: dict[int, Buffer] = field(default_factory=dict)
     readers: int = 0
     state: int = NOT_YET
     freshness: int = UNKNOWN
     reported: bool = False
-    pieces: dict[int, Buffer] = field(default_factory=dict)
-    mirrored: Buffer | None = None
-
-    @property
-    def buffers(self) -> list[Buffer]:
-        """All of its memory."""
-        every = (self.buffer, self.mirrored, *self.pieces.values())
-        return [buffer for buffer in every if buffer is not None]
 
     @property
     def gone(self) -> str:
         """One of its slots that was sealed and that somebody has deleted; empty if all are there."""
-        slots = (buffer.slot for buffer in self.buffers if buffer is not self.mirrored)
+        slots = (buffer.slot for place, buffer in self.buffers.items() if place != _MIRRORED)
         sealed = (slot for slot in slots if slot is not None)
         return next((str(slot.path) for slot in sealed if not (slot.is_there and slot.is_sealed)), "")
 
@@ -201,16 +197,15 @@ class MemoryTier:
             else catalog.is_expert & catalog.mask(contents.brings(tier, catalog.everything))
             for tier in (Tier.HOST, Tier.PEER)
         )
+        buffers = dict(zip((_SHARE, *snapshot.plan.slots, _MIRRORED), snapshot.buffers, strict=False))
         entry = _Entry(
             snapshot.identity,
             contents,
             experts,
             sent,
             copied=bool(contents.to_peers),
-            buffer=snapshot.buffer,
+            buffers=buffers,
             readers=int(contents.to_storage),
-            pieces=dict(zip(snapshot.plan.slots, snapshot.pieces, strict=True)),
-            mirrored=snapshot.mirrored,
         )
         with self._lock:
             self._open.append(number)
@@ -262,9 +257,10 @@ class MemoryTier:
         (``ledger.freshness``). Their count is always the same.
         """
         with self._lock:
-            sent = [number for number in self._open if self._entries[number].copied]
-            others = [number for number in self._open if not self._entries[number].copied]
-            self._asked = [*sent[:_REPORTED], *others[:_REPORTED]]
+            for_peers, others = (
+                [number for number in self._open if self._entries[number].copied is copied] for copied in (True, False)
+            )
+            self._asked = [*for_peers[:_REPORTED], *others[:_REPORTED]]
             entries = [self._entries[number] for number in self._asked]
             for entry in entries:
                 entry.reported = entry.state in _SAFE
@@ -352,18 +348,14 @@ class MemoryTier:
             self._free(self._entries.pop(number))
         over = _over(self._entries.values())
         for number in settled.keys() & retained:  # duplicates, and gradients that are needed no more
-            entry = settled[number]
-            mirrored, entry.mirrored = entry.mirrored, None
-            unneeded = [entry.pieces.pop(index) for index in tuple(entry.pieces) if (number, index) in over]
-            for buffer in unneeded if mirrored is None else (mirrored, *unneeded):
-                self._pool.give_back(buffer)
+            buffers = settled[number].buffers
+            for place in [place for place in buffers if place == _MIRRORED or (number, place) in over]:
+                self._pool.give_back(buffers.pop(place))
 
     def _free(self, entry: _Entry) -> None:
-        """Gives up all that it has."""
-        buffers = entry.buffers
-        entry.buffer, entry.mirrored, entry.pieces = None, None, {}
-        for buffer in buffers:
-            self._pool.give_back(buffer)
+        """Gives back all memory of a snapshot."""
+        while entry.buffers:
+            self._pool.give_back(entry.buffers.popitem()[1])
 
     @property
     def is_settled(self) -> bool:
@@ -430,14 +422,14 @@ class MemoryTier:
             stored = [entry for entry in entries if entry.complete and entry.on_storage]
             logged = [entry for entry in _logged(entries) if entry.complete and not entry.readers]
             going = {*stored, *_superseded(entries), *logged}
-            return sum(buffer.nbytes for entry in going if entry.buffer is not None for buffer in entry.buffers)
+            return sum(buffer.nbytes for entry in going for buffer in entry.buffers.values())
 
     @property
     def nbytes(self) -> int:
         """Returns the bytes of memory of what is kept."""
         with self._lock:
             copies = 0 if self.replicator is None else self.replicator.store.nbytes
-            in_slots = sum(buffer.nbytes for entry in self._entries.values() for buffer in entry.buffers)
+            in_slots = sum(buffer.nbytes for entry in self._entries.values() for buffer in entry.buffers.values())
             return self.left_slots.nbytes + copies + in_slots
 
     def retire(self, *, keep: bool) -> None:
@@ -480,5 +472,5 @@ def _superseded(entries: Collection[_Entry]) -> list[_Entry]:
     complete, but not at all peers, or without those experts."""
     newest = newest_checkpoint(entries)
     older = [entry for entry in entries if newest and entry.number < newest[0].number]
-    superseded = [entry for entry in older if entry.complete and not entry.readers and entry.buffer is not None]
+    superseded = [entry for entry in older if entry.complete and not entry.readers and entry.buffers]
     return sorted(superseded, key=lambda entry: entry.number)

@@ -1,11 +1,12 @@
 """The host memory of one rank: made once, in the background, and lent in rooms of any size.
 
-Fresh memory costs more than the copy into it: the kernel clears its pages, and CUDA page-locks them, at 0.4 s for each
-GB. So memory that was made is kept for the life of the process, and the file behind it for the next start. It lies in a
-file on a tmpfs, which outlives the process, or is anonymous; nothing else differs.
+To make memory takes longer than to copy into it: the kernel clears its pages, and CUDA page-locks them, at 0.4 s for
+each GB. So the process keeps memory that it has made, and the next start of the run gets the file behind it. The memory
+is in a file on a tmpfs, which outlives the process, or anonymous; nothing else differs.
 
-An arena grows on a background thread, in pieces, and only at its end. The training thread takes rooms of what is ready,
-by arithmetic alone. Bytes are written only while no slot names them: a slot is unsealed before its room is given back.
+An arena grows on a background thread, in pieces, and only at its end. The training thread takes rooms in memory that
+is ready, by arithmetic alone. Bytes are written only while no sealed slot has them: a slot is unsealed before its room is
+lent again.
 """
 
 from __future__ import annotations
@@ -33,25 +34,25 @@ if TYPE_CHECKING:
 log = logging.getLogger("moe_ckpt")
 
 ALIGNMENT = 64
-"""Rooms begin at multiples of this, so that a tensor of any type can begin there."""
+"""Rooms begin at multiples of this, where a tensor of any type may begin."""
 _STEPS_PER_DOUBLING = 64
 
 Span = tuple[int, int]
 """First byte and end."""
 ARENA, COPIES = "arena", "copies"
-"""Names of a rank's files: of its own snapshots, and of copies of others' and plain states."""
+"""Names of a rank's files: one for its own snapshots, one for copies of other ranks' snapshots and for plain states."""
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM)
 """Errors of a file system without room."""
 _PIECE_NBYTES = LOCK_NBYTES
-"""Made by one call: signals, as a profiler sends a hundred in a second, may make the kernel begin a call again."""
+"""Bytes made by one call. A signal may make the kernel begin a call again, and a profiler sends a hundred a second."""
 _RECORDS_NBYTES, _RECORDS_PORTION = 16 << 20, 16
-"""So much of the file system, but no more than one part in so many of it, is left to headers of slots."""
+"""Bytes of the file system that arenas leave free for headers of slots, but at most one part in so many of all."""
 
 
 class FreeSpace:
     """Rooms in a range of bytes that grows at its end. Rooms never overlap.
 
-    A room is put where the first gap is that holds it. Not safe for use from several threads.
+    A room goes into the first gap that is large enough. Not safe for use from several threads.
 
     Attributes:
         end: Rooms are taken below this byte.
@@ -63,7 +64,7 @@ class FreeSpace:
         self.used: list[Span] = []
 
     def take(self, sizes: Sequence[int]) -> list[int] | None:
-        """Take rooms of so many bytes, all or none; returns where they begin."""
+        """Takes rooms of these sizes in bytes, all or none. Returns where they begin."""
         rooms = self._rooms(sizes, self.end)
         if rooms is None:
             return None
@@ -87,7 +88,7 @@ class FreeSpace:
         return rooms
 
     def adopt(self, begin: int, nbytes: int) -> None:
-        """Mark a room that an earlier process has filled, below ``end`` or not.
+        """Marks a room that an earlier process has filled, below ``end`` or not.
 
         Raises:
             ValueError: Another room has some of its bytes, or it begins where none can.
@@ -100,12 +101,8 @@ class FreeSpace:
         self.used.insert(at, span)
 
     def free(self, begin: int, nbytes: int) -> None:
-        """Give a room back. Raises ``ValueError``: nobody has taken it."""
+        """Gives a room back. Raises ``ValueError`` if nobody has taken it."""
         self.used.remove((begin, begin + rounded(nbytes)))
-
-    def fits(self, nbytes: int) -> bool:
-        """True if ``take`` finds a room of so many bytes."""
-        return self._rooms([nbytes], self.end) is not None
 
     def gaps(self) -> Iterator[Span]:
         """Yields the free spans below ``end``."""
@@ -123,8 +120,8 @@ def _gaps(used: Sequence[Span], end: int) -> Iterator[Span]:
 
 
 def rounded(nbytes: int) -> int:
-    """Returns the bytes that a room of ``nbytes`` takes: at most a 64th more, so that snapshots whose sizes differ a
-    little fit into each other's rooms."""
+    """Returns the bytes that a room for ``nbytes`` takes: up to a 64th more, so that snapshots of nearly the same size
+    fit into each other's rooms."""
     grain = max(ALIGNMENT, (1 << max(1, nbytes).bit_length() - 1) // _STEPS_PER_DOUBLING)
     return -(-max(1, nbytes) // grain) * grain
 
@@ -136,9 +133,9 @@ class Buffer:
     Attributes:
         begin: First byte in the arena.
         memory: ``[nbytes]`` uint8. The room may be lent again once the buffer was given back.
-        arena: That it is a room of; None for an empty buffer, which needs none.
+        arena: The arena of the room; None for an empty buffer, which has no room.
         slot: The same bytes with the files that make them outlive the process; None for private memory.
-        is_adopted: An earlier process has filled it.
+        is_adopted: An earlier process has filled the room.
     """
 
     begin: int
@@ -161,61 +158,54 @@ class Arena:
     """An arena of host memory: see the module. Safe to use from several threads; ``grow`` and ``shrink`` are slow.
 
     Args:
-        limit: Bytes that it may grow to.
-        path: Of the file that it lies in, which is made if there is none, and whose bytes stay what they are; None for
+        limit: The most bytes that the arena may have.
+        path: The file with the memory, which is made if it does not exist, and keeps its bytes if it does; None for
             anonymous memory.
-        locks: Page-lock it for copies from a GPU. Where CUDA refuses, it stays unlocked.
+        locks: Page-lock the memory for copies from a GPU. Where CUDA refuses, it stays unlocked.
+
+    Attributes:
+        limit: As given, or the size of the file if that is larger.
+        identity: Of the file; None without one.
+        adopted_nbytes: Bytes of rooms that earlier processes have filled and nobody has given back.
 
     Raises:
-        OSError: It cannot be made.
+        OSError: The arena cannot be made.
     """
 
     def __init__(self, limit: int, *, path: Path | None = None, locks: bool = False) -> None:
         self.path = path
         self._locks = locks
-        descriptor, self._identity = -1, None
+        descriptor = -1
+        self.identity: Identity | None = None
         if path is not None:
             descriptor = PRIVATE.create(str(path), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC)
-            self._identity = identity(os.fstat(descriptor))
+            self.identity = identity(os.fstat(descriptor))
             limit = max(limit, os.fstat(descriptor).st_size)
         self._pages = Pages(limit, descriptor)
+        self.limit = self._pages.limit
+        self.adopted_nbytes = 0
         self._space = FreeSpace()
-        self._adopted = 0
         self._growing = threading.Lock()
         self._lock = threading.RLock()  # the collector may give a room back in the middle of anything (``Slot.remove``)
 
     @property
-    def limit(self) -> int:
-        """Bytes that it may grow to."""
-        return self._pages.limit
-
-    @property
     def ready(self) -> int:
-        """Bytes that were made."""
+        """Bytes of memory that was made."""
         return self._space.end
 
     @property
     def nbytes(self) -> int:
-        """Bytes that it holds: of its file, or what was made."""
+        """Bytes of the file, or of the memory that was made."""
         return max(self.ready, self._pages.file_nbytes)
 
     @property
-    def identity(self) -> Identity | None:
-        """Returns the identity of its file; None without one."""
-        return self._identity
-
-    @property
     def is_gone(self) -> bool:
-        """Somebody has deleted its file."""
-        return self.path is not None and identity_at(self.path) != self._identity
-
-    @property
-    def adopted_nbytes(self) -> int:
-        """Bytes of the rooms that earlier processes have filled and nobody has given back."""
-        return self._adopted
+        """True if somebody has deleted the file."""
+        return self.path is not None and identity_at(self.path) != self.identity
 
     def take(self, sizes: Sequence[int]) -> list[Buffer] | None:
-        """Lend rooms of so many bytes of what is ready; None if there are not all of them. No call of the system."""
+        """Lends rooms of these sizes in memory that is ready; None if there are not all of them. Makes no system
+        call."""
         with self._lock:
             begins = self._space.take(sizes)
         if begins is None:
@@ -225,50 +215,45 @@ class Arena:
         ]
 
     def adopt(self, begin: int, nbytes: int) -> Buffer:
-        """Lend the room that an earlier process has filled.
+        """Lends the room that an earlier process has filled.
 
         Raises:
-            ValueError: Another room has some of its bytes, or it lies outside.
+            ValueError: Another room has some of its bytes, or it is not in the file.
         """
         if begin + nbytes > self._pages.file_nbytes:
             raise ValueError(f"{nbytes} bytes at {begin} are not in a file of {self._pages.file_nbytes}")
         with self._lock:
             self._space.adopt(begin, nbytes)
-            self._adopted += nbytes
+            self.adopted_nbytes += nbytes
         return Buffer(begin, self._pages.bytes(begin, nbytes), self, is_adopted=True)
 
     def free(self, buffer: Buffer) -> None:
-        """Nobody reads or writes the buffer any more.
+        """Gives back a buffer that nobody reads or writes any more.
 
         Raises:
-            ValueError: It is not lent out. Lending it on would give two snapshots the same memory.
+            ValueError: The buffer is not lent out. To lend it again would give two snapshots the same memory.
         """
         with self._lock:
             self._space.free(buffer.begin, buffer.nbytes)
-            self._adopted -= buffer.nbytes * buffer.is_adopted
-
-    def fits(self, nbytes: int) -> bool:
-        """Returns whether ``take`` finds a room of so many bytes."""
-        with self._lock:
-            return self._space.fits(nbytes)
+            self.adopted_nbytes -= buffer.nbytes * buffer.is_adopted
 
     def grow(
         self, end: int, *, spare: int = 0, touches: bool = True, require: Callable[[int], None] | None = None
     ) -> bool:
-        """Make it so large, as far as its limit allows. On a background thread.
+        """Makes memory, as far as the limit allows. On a background thread.
 
         Args:
-            end: Bytes in all.
-            spare: Bytes that the file system must still have free then.
+            end: Bytes that the arena is to have in all.
+            spare: Bytes that the file system must still have free afterwards.
             touches: See ``Pages.grow``.
-            require: Called before anything is made, with the bytes that come.
+            require: Called before anything is made, with the bytes to be made.
 
         Returns:
-            Whether it is larger than before.
+            True if the arena is larger than before.
 
         Raises:
-            MemoryFullError: The file system has no room; what was made stays.
-            OSError: ``require`` raised it, or it cannot be made.
+            MemoryFullError: The file system has no room; memory that was made stays.
+            OSError: ``require`` raised it, or the memory cannot be made.
         """
         with self._growing:
             before, end = self.ready, min(end, self.limit)
@@ -307,7 +292,7 @@ class Arena:
             self._space.end = self._pages.ready
 
     def shrink(self, end: int) -> None:
-        """Give back what lies behind ``end`` and behind the last room. On a background thread."""
+        """Gives back the memory behind ``end`` and behind the last room. On a background thread."""
         with self._growing:
             with self._lock:
                 end = max([end, *(high for _, high in self._space.used)])
@@ -322,7 +307,7 @@ class Arena:
                 self._space.end = min(before, self._pages.ready)
 
     def retire(self) -> None:
-        """No room is lent any more. What is lent lives as long as its user; of anonymous memory the rest is freed."""
+        """Lends no more rooms. Rooms that are lent live as long as their users; other anonymous memory is freed."""
         with self._growing, self._lock:
             gaps, self._space.end = list(self._space.gaps()), 0
             if self.path is None:
@@ -331,6 +316,7 @@ class Arena:
                     self._pages.drop(begin, end)
 
     def end_for(self, sizes: Sequence[int]) -> int:
-        """Returns how large it must be so that ``take`` finds rooms of these sizes."""
+        """Returns the bytes that the arena must have so that ``take`` finds rooms of these sizes: no more than
+        ``ready`` if it finds them now."""
         with self._lock:
             return self._space.end_for(sizes)

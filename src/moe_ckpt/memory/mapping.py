@@ -53,10 +53,12 @@ class Pages:
     the tensors of ``bytes``, and their views, keep this object alive, which does both when nobody uses them any more.
 
     Args:
-        limit: How many bytes of addresses. Only the first ``ready`` of them may be touched.
+        limit: Bytes of addresses, at least. Only the first ``ready`` of them may be touched.
         descriptor: Of the file, which this object closes; -1 for anonymous memory.
 
     Attributes:
+        limit: Bytes of addresses.
+        descriptor: As given.
         ready: Bytes that exist, have been touched and, where asked for, page-locked.
 
     Raises:
@@ -64,39 +66,25 @@ class Pages:
     """
 
     def __init__(self, limit: int, descriptor: int = -1) -> None:
-        self._descriptor, self._address, self._nbytes = descriptor, 0, _up(max(1, limit), PAGE_NBYTES)
+        self.descriptor, self._address, self.limit = descriptor, 0, _up(max(1, limit), PAGE_NBYTES)
         self._locked: dict[int, tuple[int, int | None]] = {}  # offset -> process and device
         self.ready = 0
         try:
-            self._address = _aligned(self._nbytes)
+            self._address = _aligned(self.limit)
         except OSError:
             if descriptor >= 0:
                 os.close(descriptor)
             raise
-        _mapped[self._address] = self._nbytes, descriptor
+        _mapped[self._address] = self.limit, descriptor
         if descriptor >= 0:
-            _map(self._address, self._nbytes, mmap.MAP_SHARED | _FIXED, descriptor)
-        self.__array_interface__ = {
-            "version": 3,
-            "typestr": "|u1",
-            "shape": (self._nbytes,),
-            "data": (self._address, False),
-        }
-
-    @property
-    def limit(self) -> int:
-        """Bytes of addresses."""
-        return self._nbytes
-
-    @property
-    def descriptor(self) -> int:
-        """Returns the descriptor of the file; -1 without one."""
-        return self._descriptor
+            _map(self._address, self.limit, mmap.MAP_SHARED | _FIXED, descriptor)
+        shape, data = (self.limit,), (self._address, False)
+        self.__array_interface__ = {"version": 3, "typestr": "|u1", "shape": shape, "data": data}
 
     @property
     def file_nbytes(self) -> int:
         """Returns the bytes of the file; 0 without one."""
-        return os.fstat(self._descriptor).st_size if self._descriptor >= 0 else 0
+        return os.fstat(self.descriptor).st_size if self.descriptor >= 0 else 0
 
     def bytes(self, begin: int, nbytes: int) -> torch.Tensor:
         """Returns ``[nbytes]`` uint8, a view."""
@@ -114,36 +102,36 @@ class Pages:
             OSError: There is no room; ``ready`` stays.
             RuntimeError: CUDA refuses to lock them; ``ready`` stays, and no later call of CUDA meets the error.
         """
-        begin, end = self.ready, min(self._nbytes, _up(end, LOCK_NBYTES if locks else PAGE_NBYTES))
+        begin, end = self.ready, min(self.limit, _up(end, LOCK_NBYTES if locks else PAGE_NBYTES))
         if end <= begin:
             return
         before = self.file_nbytes
         try:
-            if self._descriptor < 0:
+            if self.descriptor < 0:
                 flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _FIXED | _NORESERVE
                 _map(self._address + begin, end - begin, flags, -1)
             elif before < end:
-                os.ftruncate(self._descriptor, end)
+                os.ftruncate(self.descriptor, end)
             if touches or locks:
                 self._touch(begin, end)
             if locks:
                 self._lock(begin, end)
         except (OSError, RuntimeError):
-            if self._descriptor >= 0 and before < end:
-                os.ftruncate(self._descriptor, max(before, begin))
+            if self.descriptor >= 0 and before < end:
+                os.ftruncate(self.descriptor, max(before, begin))
             raise
         self.ready = end
 
     def _touch(self, begin: int, end: int) -> None:
-        if self._descriptor >= 0 and end - begin >= _HUGE_NBYTES:  # if the tmpfs has huge pages: a tenth of the time
+        if self.descriptor >= 0 and end - begin >= _HUGE_NBYTES:  # if the tmpfs has huge pages: a tenth of the time
             _LIBRARY.madvise(self._address + begin, end - begin, mmap.MADV_HUGEPAGE)
         if not _LIBRARY.madvise(self._address + begin, end - begin, _POPULATE_WRITE):
             return
         code = ctypes.get_errno()
         if code != errno.EINVAL:  # EFAULT: the file system is full
             raise OSError(errno.ENOSPC if code == errno.EFAULT else code, os.strerror(errno.ENOSPC))
-        if self._descriptor >= 0:  # a kernel before Linux 5.14
-            os.posix_fallocate(self._descriptor, begin, end - begin)
+        if self.descriptor >= 0:  # a kernel before Linux 5.14
+            os.posix_fallocate(self.descriptor, begin, end - begin)
         pages = np.asarray(self)[begin:end:PAGE_NBYTES]
         pages |= np.uint8(0)
 
@@ -155,21 +143,21 @@ class Pages:
         """
         end = _up(end, PAGE_NBYTES)
         for begin in [begin for begin in self._locked if begin + LOCK_NBYTES > end]:
-            end = max(end, min(self._nbytes, begin + LOCK_NBYTES)) if begin < end else end
+            end = max(end, min(self.limit, begin + LOCK_NBYTES)) if begin < end else end
         if end >= max(self.ready, self.file_nbytes):
             return
         for begin in [begin for begin in self._locked if begin >= end]:
             self._unlock(begin)
         self.ready = min(self.ready, end)
-        if self._descriptor >= 0:
-            os.ftruncate(self._descriptor, end)
+        if self.descriptor >= 0:
+            os.ftruncate(self.descriptor, end)
         else:
-            self.drop(end, self._nbytes)
+            self.drop(end, self.limit)
 
     def drop(self, begin: int, end: int) -> None:
         """Give the pages of anonymous memory back, which nobody uses any more; the addresses stay."""
         begin, end = _up(begin, PAGE_NBYTES), end // PAGE_NBYTES * PAGE_NBYTES
-        if self._descriptor < 0 and begin < end:
+        if self.descriptor < 0 and begin < end:
             _LIBRARY.madvise(self._address + begin, end - begin, mmap.MADV_DONTNEED)
 
     def _lock(self, begin: int, end: int) -> None:
@@ -209,9 +197,9 @@ class Pages:
         with contextlib.suppress(Exception):  # the interpreter ends, or CUDA has ended
             self.unlock()
         if self._address and _mapped.pop(self._address, None) is not None:
-            _LIBRARY.munmap(ctypes.c_void_p(self._address), ctypes.c_size_t(self._nbytes))  # other threads go on
-            if self._descriptor >= 0:
-                os.close(self._descriptor)
+            _LIBRARY.munmap(ctypes.c_void_p(self._address), ctypes.c_size_t(self.limit))  # other threads go on
+            if self.descriptor >= 0:
+                os.close(self.descriptor)
 
 
 def page_locked(data: torch.Tensor) -> torch.Tensor:

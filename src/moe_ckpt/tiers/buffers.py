@@ -88,7 +88,7 @@ class BufferPool:
         buffers = self._lend(files.arena, sizes)
         if buffers is None and self._private.ready and not files.fits(sum(sizes)):
             return self._lend(self._private, sizes)
-        if buffers is None or not self._unseal(buffers):
+        if buffers is None or self.unseal(buffers) is None:  # in the latter case the rooms stay lent
             return None
         for buffer in buffers:
             buffer.slot = files.slot(buffer)
@@ -102,31 +102,28 @@ class BufferPool:
             self._lent |= {buffer: not at for at, buffer in enumerate(buffers or ())}
             return buffers
 
-    def _unseal(self, buffers: Sequence[Buffer]) -> bool:
-        """Have no later process take for a checkpoint what was released in these rooms; False, and they stay lent, if
-        that fails."""
+    def unseal(self, rooms: Sequence[Buffer] | None = None) -> list[Buffer] | None:
+        """Makes released snapshots unreadable, which stay readable until their rooms are lent again. On any thread.
+
+        Args:
+            rooms: Only snapshots that have bytes in these; None for all that were released.
+
+        Returns:
+            The buffers of those snapshots; None if one cannot be made unreadable: then all of them stay.
+        """
         with self._lock:
-            over = [old for old in self._released if any(old.overlaps(buffer) for buffer in buffers)]
+            over = [old for old in self._released if rooms is None or any(map(old.overlaps, rooms))]
             self._released = [old for old in self._released if old not in over]
-        return self._unseal_all(over)
-
-    def unseal_released(self) -> bool:
-        """Give up what stays readable until its room is lent again; False if there is none. On any thread."""
-        with self._lock:
-            over, self._released = self._released, []
-        return bool(over) and self._unseal_all(over)
-
-    def _unseal_all(self, over: Sequence[Buffer]) -> bool:
         try:
             for old in over:
                 if old.slot is not None:
                     old.slot.unseal()
-            return True
+            return over
         except OSError as error:  # the bytes stay what the headers say
             log.warning("a memory slot cannot be used again: %s", error)
             with self._lock:
                 self._released += over
-            return False
+            return None
 
     def acquire(self, sizes: Sequence[int], require: Callable[[int], None] | None = None) -> list[Buffer] | None:
         """Takes buffers as ``take`` does, making memory if need be; None if the budget has no room for all of them. Not
@@ -230,7 +227,7 @@ class BufferPool:
 
     def has_ready(self, nbytes: int) -> bool:
         """True if ``take`` finds a buffer of so many bytes, as far as memory is ready."""
-        return any(arena.fits(nbytes) for arena in self._arenas)
+        return any(arena.end_for([nbytes]) <= arena.ready for arena in self._arenas)
 
     @contextlib.contextmanager
     def _being_made(self) -> Iterator[None]:

@@ -171,7 +171,7 @@ class MemoryTier:
         Returns:
             False if there are none of these.
         """
-        if self._pool.unseal_released():
+        if self._pool.unseal():
             return True
         if self.left_slots.remove():
             self.complete_step = None  # those of this life are still to come

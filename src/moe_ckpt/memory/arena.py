@@ -5,8 +5,8 @@ each GB. So the process keeps memory that it has made, and the next start of the
 is in a file on a tmpfs, which outlives the process, or anonymous; nothing else differs.
 
 An arena grows on a background thread, in pieces, and only at its end. The training thread takes rooms in memory that
-is ready, by arithmetic alone. Bytes are written only while no sealed slot has them: a slot is unsealed before its room is
-lent again.
+is ready, by arithmetic alone. Bytes are written only while no sealed slot has them: a slot is unsealed before its room
+is lent again.
 """
 
 from __future__ import annotations

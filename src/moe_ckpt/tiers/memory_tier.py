@@ -93,7 +93,7 @@ class _Entry(MemoryStep):
     @property
     def gone(self) -> str:
         """One of its slots that was sealed and that somebody has deleted; empty if all are there."""
-        slots = (buffer.slot for place, buffer in self.buffers.items() if place != _MIRRORED)
+        slots = (buffer.slot for part, buffer in self.buffers.items() if part != _MIRRORED)
         sealed = (slot for slot in slots if slot is not None)
         return next((str(slot.path) for slot in sealed if not (slot.is_there and slot.is_sealed)), "")
 
@@ -349,8 +349,8 @@ class MemoryTier:
         over = _over(self._entries.values())
         for number in settled.keys() & retained:  # duplicates, and gradients that are needed no more
             buffers = settled[number].buffers
-            for place in [place for place in buffers if place == _MIRRORED or (number, place) in over]:
-                self._pool.give_back(buffers.pop(place))
+            for part in [part for part in buffers if part == _MIRRORED or (number, part) in over]:
+                self._pool.give_back(buffers.pop(part))
 
     def _free(self, entry: _Entry) -> None:
         """Gives back all memory of a snapshot."""

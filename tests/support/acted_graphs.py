@@ -5,8 +5,8 @@ what they made is overwritten with rubbish. A replay runs no Python of the model
 executes the recorded operations again, one by one, on the very storages of the capture. What would make the host wait
 for the device raises an error during a capture, as CUDA does.
 
-Random numbers of a graph come from the default generator: what switches generators is Python, and not recorded. So let
-nothing draw any.
+All random numbers come from the default generator, in graphs and without: what switches generators is Python, and not
+recorded. As on a device, a replay draws the next ones, a capture moves no generator, and the passes before it do.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Graph:
         self.operations: list[Any] = []
 
     def register_generator_state(self, state: Any) -> None:
-        """Does nothing: no random number is drawn."""
+        """Does nothing: there is one generator."""
 
     def reset(self) -> None:
         self.operations = []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,7 +17,7 @@ from moe_ckpt.driver.attached import AttachedCheckpoint
 from moe_ckpt.driver.host import GradientLogging, Stateful
 from moe_ckpt.driver.states import Action, Moment
 from moe_ckpt.errors import ConfigError, UnsupportedError
-from moe_ckpt.megatron.host import MegatronHost, all_stateful
+from moe_ckpt.megatron.host import MegatronHost, all_stateful, unmoved_by_captures
 from moe_ckpt.megatron.inventory import chunks_of, take_inventory, unwrapped
 from moe_ckpt.megatron.loop import FirstForward, Progress, StepWatch
 from moe_ckpt.megatron.optimizers import ask_ahead, require_quiet_weights
@@ -191,6 +192,8 @@ class MegatronCheckpoint(AttachedCheckpoint):
         self._watch = StepWatch(optimizer, reduces, self._stepped, alone, self.stopwatch)
         self._watch.before_writing(lambda: self._driver.note(Moment.WRITING))
         self._first: FirstForward | None = None
+        self._captures = ExitStack()
+        self._captures.enter_context(unmoved_by_captures())
         if self._pipeline is not None:
             self._pipeline.open()
 
@@ -369,6 +372,7 @@ class MegatronCheckpoint(AttachedCheckpoint):
         """Removes the hooks from model and optimizer."""
         self._counter.close()
         self._watch.close()
+        self._captures.close()
         for watcher in (self._first, self._pipeline, self.upstream):
             if watcher is not None:
                 watcher.close()

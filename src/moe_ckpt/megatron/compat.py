@@ -35,6 +35,8 @@ HOOK_POINTS: tuple[tuple[str, str], ...] = (
     (_DISTRIBUTED, "DistributedOptimizer._get_model_param_range_map"),
     ("megatron.core.transformer.moe.router", "TopKRouter.routing"),
     ("megatron.core.transformer.cuda_graphs", "is_graph_capturing"),
+    ("megatron.core.transformer.cuda_graphs", "_set_capture_start"),
+    ("megatron.core.transformer.cuda_graphs", "_set_capture_end"),
     ("megatron.core.tensor_parallel.random", "get_cuda_rng_tracker"),
     ("megatron.core.parallel_state", "get_data_parallel_group"),
     ("megatron.core.parallel_state", "get_expert_data_parallel_group"),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import importlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ from moe_ckpt.errors import ConfigError, OtherLayoutError
 from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.interop.weights import LoadedWeights
 from moe_ckpt.interop.whole import all_buffers
-from moe_ckpt.megatron.compat import megatron_core
+from moe_ckpt.megatron.compat import changed, megatron_core
 from moe_ckpt.megatron.inventory import ModelInventory, architecture
 from moe_ckpt.megatron.loop import Loop, Progress
 from moe_ckpt.megatron.optimizers import SCHEDULER, changes, configured, write_settings
@@ -204,6 +206,34 @@ def restore_generators(stored: Mapping[str, Any]) -> None:
         else:
             states[name] = state
     tracker.set_states(states)
+
+
+@contextmanager
+def unmoved_by_captures() -> Iterator[None]:
+    """Within the block, puts the generators back whenever Megatron-Core has captured CUDA graphs.
+
+    Before it captures modules, it runs them on samples, where dropout draws numbers. A resumed run captures at another
+    iteration than the run that it continues, so those numbers must not be missing in training. (Transformer Engine puts
+    generators back by itself, ``cuda_graph_impl="local"`` does not.) What a capture itself draws moves no generator.
+
+    ``restore_generators`` reaches graphs that exist: each reads, at a replay, the state of the generators that it was
+    captured with, and ``set_state`` changes that very state.
+    """
+    graphs = importlib.import_module("megatron.core.transformer.cuda_graphs")
+    start, end = graphs._set_capture_start, graphs._set_capture_end
+    before: Mapping[str, Any] = {}
+
+    def begins() -> None:
+        nonlocal before
+        before = capture_generators()
+        start()
+
+    def ends() -> None:
+        end()
+        restore_generators(before)
+
+    with changed(graphs, _set_capture_start=begins, _set_capture_end=ends):
+        yield
 
 
 def _state(state: Any) -> torch.Tensor:

@@ -205,8 +205,11 @@ def life(case: Case, how: str, policy: str, arguments: dict[str, Any], place: Pa
         if iteration == begun + 1 and how == "transformer_engine":
             acted_graphs.capture_as_transformer_engine(built)
         megatron_gpt.train_step(built, iteration)
+        if case.setup.dropout:  # Megatron-Core's own graphs draw numbers in a validation, which belong to the iteration
+            evaluate(built)
         ckpt.after_step(iteration + 1, consumed_samples=iteration)
-        evaluate(built)
+        if not case.setup.dropout:
+            evaluate(built)
     tensors = whole_tensors(ckpt._host.state)
     ckpt.session.drain(last)
     ckpt.close()
@@ -256,7 +259,9 @@ def test_a_capture_moves_no_random_number(case, tmp_path):
     case = DROPOUT[case]
     [found] = run_ranks(lives_with_dropout, 1, case, tmp_path, preload=WARM)
     whole, _, second = found[case.how]
-    assert whole["tensors"] == found["none"][0]["tensors"] == second["tensors"]
+    assert 0 < second["begun"] <= STOP
+    assert second["tensors"] == whole["tensors"]
+    assert (case.how == "local") is (whole["tensors"] != found["none"][0]["tensors"]), "as without graphs, else see life"
     assert whole["tensors"] != found["broken"]["tensors"], "no pass before a capture drew a number"
 
 

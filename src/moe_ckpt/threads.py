@@ -1,10 +1,13 @@
 """The threads that the library starts, each under a name of this table; docs/scale.md says what they do.
 
-A stack dump or a profiler shows the names.
+A stack dump or a profiler shows the names. They may run while the training thread captures CUDA graphs.
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import os
 import queue
 import threading
 from collections import deque
@@ -43,9 +46,31 @@ class ThreadName(Enum):
     VERIFY = "moe_ckpt-verify"
 
 
+_OWN_CAPTURES = 1
+"""``CU_STREAM_CAPTURE_MODE_THREAD_LOCAL``."""
+
+
+def _disturb_no_capture() -> None:
+    """Lets the calling thread use CUDA while another one captures a graph.
+
+    While a thread captures in CUDA's "global" mode, as torch and Megatron-Core do, a call that waits for an event, or
+    locks or frees memory, fails on all threads and ends the capture (``cudaErrorStreamCaptureUnsafe``), except on
+    threads whose own mode says that captures of other threads do not concern them. The mode is the driver's, so this
+    makes no context on any device.
+    """
+    with contextlib.suppress(OSError, AttributeError):  # this process has not loaded the driver
+        driver = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+        driver.cuThreadExchangeStreamCaptureMode(ctypes.byref(ctypes.c_int(_OWN_CAPTURES)))
+
+
 def named_thread(name: ThreadName, work: Callable[..., Any], *args: Any, suffix: str = "") -> threading.Thread:
     """Returns a thread that is not started yet: a daemon, since what hangs must not keep the process from ending."""
-    return threading.Thread(target=work, args=args, name=name.value + suffix, daemon=True)
+
+    def run() -> None:
+        _disturb_no_capture()
+        work(*args)
+
+    return threading.Thread(target=run, name=name.value + suffix, daemon=True)
 
 
 def named_pool(name: ThreadName, most: int = 1) -> ThreadPoolExecutor:
@@ -53,7 +78,7 @@ def named_pool(name: ThreadName, most: int = 1) -> ThreadPoolExecutor:
 
     Python waits for them when the process ends.
     """
-    return ThreadPoolExecutor(most, thread_name_prefix=name.value)
+    return ThreadPoolExecutor(most, thread_name_prefix=name.value, initializer=_disturb_no_capture)
 
 
 def ahead(name: ThreadName, threads: int, work: Callable[[S], T], tasks: Iterable[S]) -> Iterator[T]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from lightning.pytorch.accelerators import CPUAccelerator
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
+from moe_ckpt import threads
 from moe_ckpt.callbacks import MoECheckpoint, lightning_state
 from moe_ckpt.comm.communicator import SoloCommunicator
 from moe_ckpt.driver import torch_model
@@ -26,7 +28,7 @@ from moe_ckpt.policies import Dense, GradientLog, MoC, MoEvement
 from moe_ckpt.reading.reader import StoreReader, check_checkpoint
 from moe_ckpt.run.agreement import Deferred
 from moe_ckpt.session.session import CheckpointSession
-from moe_ckpt.slices import snapshot
+from moe_ckpt.slices import copying, snapshot
 from moe_ckpt.slices.copying import Copy, target
 from moe_ckpt.storage import LocalStorage
 from tests.support.acted_gpu import CUDA, ActedGPU
@@ -230,6 +232,37 @@ def test_a_loss_scale_leaves_as_numbers_do(tmp_path):
     assert found[0]["scale"] == 64.0
 
 
+# --- CUDA graphs are captured meanwhile ---
+
+
+def captured(place: Path, monkeypatch: pytest.MonkeyPatch) -> ActedGPU:
+    """A run in which each forward pass is a capture, during which the copy of the step before ends."""
+    (place / "memory").mkdir(parents=True)
+    with ActedGPU() as gpu:
+        step, carry_out = TinyMoE.training_step, copying.carry_out
+
+        def carry_out_late(moves: Any) -> None:
+            time.sleep(0.02)
+            carry_out(moves)
+
+        def capture(*args: Any) -> Any:
+            with gpu.capturing():
+                time.sleep(0.05)
+                return step(*args)
+
+        monkeypatch.setattr(TinyMoE, "training_step", capture)
+        monkeypatch.setattr(copying, "carry_out", carry_out_late)
+        memory = Memory(place / "memory", storage_every=2)
+        fit(place / "store", Dense(every_n_steps=1), gpu, memory=memory)
+    return gpu
+
+
+def test_no_thread_disturbs_a_capture(tmp_path, monkeypatch):
+    gpu = captured(tmp_path, monkeypatch)
+    assert gpu.disturbances == []
+    assert gpu.meanwhile, "nobody used the device, so this shows nothing"
+
+
 # --- the same with something broken on purpose ---
 
 
@@ -261,6 +294,12 @@ def test_whoever_waits_is_named(tmp_path, monkeypatch, owner, name, broken, what
     found = waits(gpu)
     assert what in {wait for wait, _ in found}
     assert all(any(led in each for each in by) for _, by in found), found
+
+
+def test_who_disturbs_a_capture_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr(threads, "_disturb_no_capture", lambda: None)
+    names = {name.removesuffix("_0") for name, _ in captured(tmp_path, monkeypatch).disturbances}
+    assert "moe_ckpt-seal" in names
 
 
 def read_at_once(edits: EditWatch) -> Any:

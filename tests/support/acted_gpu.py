@@ -6,6 +6,9 @@ real device (``item()``, ``cpu()``, a copy into memory that is not page-locked, 
 noted in ``gpu.waits`` if it happens on that thread and the package asked for it. Bytes that leave by a non-blocking
 ``copy_`` into page-locked memory are there only when an event behind it was waited for; until then there is rubbish.
 
+Within ``gpu.capturing()`` the training thread captures a CUDA graph, in CUDA's "global" mode: calls of other threads that
+would end the capture are noted in ``gpu.disturbances``, those of threads that have left that mode in ``gpu.meanwhile``.
+
 What page-locks mapped memory in place takes as long as on a real one, refuses what is locked already, and leaves an
 error behind for the thread's next call, as CUDA does. ``require_mapped`` fails if anything was unmapped while locked.
 """
@@ -33,6 +36,8 @@ CUDA = torch.device("cuda", 0)
 RUBBISH = 0x5A
 LOCKING_SECS_PER_BYTE = 0.4e-9
 """As measured on an H100: 0.4 s for each GB."""
+_GLOBAL = 0
+"""``CU_STREAM_CAPTURE_MODE_GLOBAL``."""
 _ALREADY_LOCKED, _NOT_LOCKED, _NO_MEMORY = 712, 713, 2
 
 _READS = {"__array__", "__bool__", "__contains__", "__float__", "__format__", "__index__", "__int__", "__repr__"}
@@ -99,6 +104,7 @@ class Event:
         self.work, self.at = _under_way(*stream.work), time.perf_counter()
 
     def query(self) -> bool:
+        _acted().unsafe("Event.query")
         return True
 
     def elapsed_time(self, end: Event) -> float:
@@ -124,6 +130,8 @@ class ActedGPU(TorchFunctionMode):
         lockers: (name of the thread, bytes) of each time that memory was page-locked, mapped or not.
         unlockers: Names of the threads that unlocked mapped memory.
         locking_secs_per_byte: What that costs.
+        disturbances: (name of the thread, call) of what ended a capture.
+        meanwhile: The same, of what would have, had its thread not left captures of others alone.
         is_full: Another process has taken all memory of the device: nothing is gathered, laid out or converted there.
         refusals: How many of the next calls that lock memory fail, for want of memory.
     """
@@ -144,7 +152,10 @@ class ActedGPU(TorchFunctionMode):
         self.lockers: list[tuple[str, int]] = []
         self.unlockers: list[str] = []
         self.locking_secs_per_byte, self.refusals = LOCKING_SECS_PER_BYTE, 0
-        self.is_full = False
+        self.is_full = self._is_capturing = False
+        self.disturbances: list[tuple[str, str]] = []
+        self.meanwhile: list[tuple[str, str]] = []
+        self._capture_mode = threading.local()
         self._files: dict[int, str] = {}
         self._errors = threading.local()
         self._thread = threading.current_thread()
@@ -189,9 +200,30 @@ class ActedGPU(TorchFunctionMode):
         for address, file in self._files.items():
             assert _file_at(now, address) == file, f"{self.locked[address]} bytes of {file} were unmapped while locked"
 
+    @contextlib.contextmanager
+    def capturing(self) -> Iterator[None]:
+        self._is_capturing = True
+        try:
+            yield
+        finally:
+            self._is_capturing = False
+
+    def unsafe(self, call: str) -> None:
+        """A thread makes a call that "may be unsafe" in a capture, as CUDA's documentation names it."""
+        if self._is_capturing and threading.current_thread() is not self._thread:
+            is_global = getattr(self._capture_mode, "value", _GLOBAL) == _GLOBAL
+            (self.disturbances if is_global else self.meanwhile).append((threading.current_thread().name, call))
+
+    def _exchange_capture_mode(self, pointer: Any) -> int:
+        """``cuThreadExchangeStreamCaptureMode``."""
+        before = getattr(self._capture_mode, "value", _GLOBAL)
+        self._capture_mode.value, pointer._obj.value = pointer._obj.value, before
+        return 0
+
     def lock(self, address: int, nbytes: int) -> int:
         """Returns the code of CUDA's error; 0 if there is none."""
         self.require_mapped()
+        self.unsafe("cudaHostRegister")
         self.lockers.append((threading.current_thread().name, nbytes))
         if any(begin < address + nbytes and address < begin + size for begin, size in self.locked.items()):
             return self.failed(_ALREADY_LOCKED)
@@ -202,6 +234,7 @@ class ActedGPU(TorchFunctionMode):
     def unlock(self, address: int) -> int:
         """As ``lock``."""
         self.require_mapped()
+        self.unsafe("cudaHostUnregister")
         self.unlockers.append(threading.current_thread().name)
         self._files.pop(address, None)
         return 0 if self.locked.pop(address, 0) else self.failed(_NOT_LOCKED)
@@ -218,6 +251,8 @@ class ActedGPU(TorchFunctionMode):
 
     def _library(self, load: Callable[..., Any]) -> Callable[..., Any]:
         def loaded(name: str | None = None, *more: Any, **how: Any) -> Any:
+            if name == "libcuda.so.1":
+                return SimpleNamespace(cuThreadExchangeStreamCaptureMode=self._exchange_capture_mode)
             runtime = SimpleNamespace(cudaGetLastError=self.last_error)
             return _Process(load(name), runtime) if name is None else load(name, *more, **how)
 
@@ -250,6 +285,7 @@ class ActedGPU(TorchFunctionMode):
 
     def note(self, what: str) -> None:
         """A thread waits for the device."""
+        self.unsafe(what)
         if threading.current_thread() is self._thread and (led := _functions_of_package()):
             self.waits.append((what, led))
 
@@ -347,6 +383,7 @@ class ActedGPU(TorchFunctionMode):
                 raise RuntimeError(f"CUDA error {_NO_MEMORY}")
             found = empty(*args, **kwargs)
             if pin_memory:
+                self.unsafe("cudaHostAlloc")
                 nbytes = found.numel() * found.element_size()
                 self.lockers.append((threading.current_thread().name, nbytes))
                 time.sleep(self.locking_secs_per_byte * nbytes)

@@ -6,10 +6,11 @@ import gc
 
 import pytest
 
-from moe_ckpt import Memory
+from moe_ckpt import Memory, threads
 from moe_ckpt.memory import mapping
 from moe_ckpt.policies import Dense, MoC
 from moe_ckpt.storage import LocalStorage
+from moe_ckpt.tiers.buffers import WorkThread
 from tests.support.acted_gpu import ActedGPU
 from tests.unit.engine_parts import Life
 from tests.unit.test_engine_host_tier import come_back
@@ -51,3 +52,16 @@ def test_a_run_leaves_no_page_locked_that_is_unmapped(where, gpu, policy, end): 
         gc.collect()
         gpu.require_mapped()
     assert not gpu.locked, "nobody uses the memory any more"
+
+
+@pytest.mark.parametrize("leaves_captures_alone", [True, False])
+def test_memory_is_locked_and_unlocked_while_a_graph_is_captured(gpu, monkeypatch, leaves_captures_alone):
+    if not leaves_captures_alone:
+        monkeypatch.setattr(threads, "_disturb_no_capture", lambda: None)
+    pages, thread = mapping.Pages(4 * mapping.PAGE_NBYTES), WorkThread()
+    with gpu.capturing():
+        thread.submit(lambda: pages.grow(pages.limit, locks=True)).result()
+        thread.submit(pages.unlock).result()
+    thread.close()
+    calls = [("moe_ckpt-make", call) for call in ("cudaHostRegister", "cudaHostUnregister") for _ in range(4)]
+    assert (gpu.meanwhile, gpu.disturbances) == ((calls, []) if leaves_captures_alone else ([], calls))

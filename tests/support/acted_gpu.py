@@ -6,8 +6,9 @@ real device (``item()``, ``cpu()``, a copy into memory that is not page-locked, 
 noted in ``gpu.waits`` if it happens on that thread and the package asked for it. Bytes that leave by a non-blocking
 ``copy_`` into page-locked memory are there only when an event behind it was waited for; until then there is rubbish.
 
-Within ``gpu.capturing()`` the training thread captures a CUDA graph, in CUDA's "global" mode: calls of other threads that
-would end the capture are noted in ``gpu.disturbances``, those of threads that have left that mode in ``gpu.meanwhile``.
+Within ``gpu.capturing()`` the training thread captures a CUDA graph, in CUDA's "global" mode: calls of other threads
+that would end the capture are noted in ``gpu.disturbances``, those of threads that have left that mode in
+``gpu.meanwhile``.
 
 What page-locks mapped memory in place takes as long as on a real one, refuses what is locked already, and leaves an
 error behind for the thread's next call, as CUDA does. ``require_mapped`` fails if anything was unmapped while locked.

@@ -20,7 +20,7 @@ whose newest version may be in an older one: that stays, too, as long as there i
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Reversible, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
@@ -229,29 +229,37 @@ class MemoryStep:
 Held = TypeVar("Held", bound=MemoryStep)
 
 
-def with_newest_experts(in_memory: Iterable[MemoryStep]) -> tuple[int, ...]:
-    """Numbers of those that hold some expert's newest version in this memory, or in that of peers; ascending.
+def with_newest_experts(in_memory: Reversible[MemoryStep]) -> frozenset[int]:
+    """Returns the numbers of the steps that hold some expert's newest version in this memory, or in that of peers.
 
-    Not those that storage has, and the newest version of an expert in one that storage has is not looked for further.
+    A step that storage has is not among them, and the newest version of an expert in it is looked for no further.
+
+    Args:
+        in_memory: In ascending order of their numbers.
     """
-    steps = sorted((step for step in in_memory if step.complete), key=lambda step: -step.number)
+    steps = [step for step in reversed(in_memory) if step.complete]
     newest_here = _newest_versions([(step, step.experts) for step in steps])
-    return tuple(sorted(newest_here | _newest_versions([(step, step.sent) for step in steps if step.copied])))
+    return newest_here | _newest_versions([(step, step.sent) for step in steps if step.copied])
 
 
-def _newest_versions(steps: Sequence[tuple[MemoryStep, npt.NDArray[np.bool_]]]) -> set[int]:
+def _newest_versions(steps: Sequence[tuple[MemoryStep, npt.NDArray[np.bool_]]]) -> frozenset[int]:
     """Of (snapshot, experts), newest first, those with experts that none before has."""
     with_experts = [(step, experts) for step, experts in steps if experts is not NO_EXPERTS]
     if not with_experts:
-        return set()
+        return frozenset()
     experts_of = np.array([experts for _, experts in with_experts])
     newest = np.unique(experts_of.argmax(axis=0)[experts_of.any(axis=0)])
-    return {step.number for step, _ in map(with_experts.__getitem__, newest.tolist()) if not step.on_storage}
+    members = (with_experts[at][0] for at in newest.tolist())
+    return frozenset(step.number for step in members if not step.on_storage)
 
 
 def needed(in_memory: Iterable[MemoryStep]) -> frozenset[int]:
-    """The numbers of those that must stay, of those in memory."""
-    steps = sorted((step for step in in_memory if step.complete is not False), key=lambda step: step.number)
+    """Returns the numbers of the steps that must stay.
+
+    Args:
+        in_memory: In ascending order of their numbers.
+    """
+    steps = [step for step in in_memory if step.complete is not False]
     return _newest_and_after(steps) | _newest_and_after([step for step in steps if step.copied])
 
 
@@ -299,9 +307,12 @@ def is_live(step: MemoryStep, groups: Collection[int], live: Live) -> bool:
     return any(step.number <= number and not alive.isdisjoint(groups) for number, alive in live)
 
 
-def newest_checkpoint(in_memory: Iterable[Held]) -> list[Held]:
-    """The snapshots of the newest checkpoint that is complete, in order; none if there is none."""
-    steps = sorted(in_memory, key=lambda step: step.number)
+def newest_checkpoint(steps: Reversible[Held]) -> list[Held]:
+    """Returns the snapshots of the newest checkpoint that is complete, in order; none if there is none.
+
+    Args:
+        steps: In ascending order of their numbers.
+    """
     for step in reversed(steps):
         if not step.complete or not step.contents.is_checkpoint:
             continue

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import Counter
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Reversible, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -140,7 +140,7 @@ class MemoryTier:
         self.complete_since: int | None = None
         self._catalog = run.catalog
         self._pool = pool
-        self._entries: dict[int, _Entry] = {}
+        self._entries: dict[int, _Entry] = {}  # in ascending order
         self._open: list[int] = []  # those of which the ranks do not know yet whether all have them, oldest first
         self._asked: list[int] = []  # those of them that the agreement under way is about: the same on all ranks
         self._next = 0
@@ -307,7 +307,7 @@ class MemoryTier:
         with self._lock:
             entries = self._entries.values()
             retained = {*self._needed(), *self._open, *range(self._next, self._next + _AHEAD)}
-            spare = set(with_newest_experts(entries)) - retained
+            spare = with_newest_experts(entries) - retained
             over = _over(entries)
         replicator.store.release_except(retained | spare, spare, over)
 
@@ -337,7 +337,7 @@ class MemoryTier:
         return needed(entry for entry in self._entries.values() if entry.window not in self._given_up)
 
     def _release_unneeded(self) -> None:
-        retained = self._needed() | frozenset(with_newest_experts(self._entries.values()))
+        retained = self._needed() | with_newest_experts(self._entries.values())
         # Of one that was given up here the others may still have to hear.
         settled = {
             number: entry
@@ -460,14 +460,14 @@ def _over(entries: Collection[_Entry]) -> set[tuple[int, int]]:
     }
 
 
-def _logged(entries: Collection[_Entry]) -> set[_Entry]:
+def _logged(entries: Reversible[_Entry]) -> set[_Entry]:
     """Those of a gradient log that the newest step of it, complete or not, needs."""
-    logs = [entry for entry in entries if entry.contents.since is not None]
-    since = max(logs, key=lambda entry: entry.number).contents.since if logs else None
+    newest_first = (entry.contents.since for entry in reversed(entries))
+    since = next((number for number in newest_first if number is not None), None)
     return set() if since is None else {entry for entry in entries if entry.number >= since}
 
 
-def _superseded(entries: Collection[_Entry]) -> list[_Entry]:
+def _superseded(entries: Reversible[_Entry]) -> list[_Entry]:
     """Those with memory that stay for their copies or for experts only, the oldest first: a newer checkpoint is
     complete, but not at all peers, or without those experts."""
     newest = newest_checkpoint(entries)

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ckpt.core.operators import MoELayer
-from moe_ckpt.policies.expert_shares import Stage, Taking, Together, layer_shares
+from moe_ckpt.policies.expert_shares import Taking, layer_shares
+from moe_ckpt.policies.selectors import best_first
 
 
 @pytest.mark.parametrize(
@@ -79,12 +79,16 @@ OWNERS = np.array((0, 0, 1, 1, 0, 0, 1, 1))
 LAYERS = np.array((0, 0, 0, 0, 1, 1, 1, 1))
 
 
+def taken_already(*experts, of=8):
+    return np.isin(np.arange(of), experts)
+
+
 def taken(taking):
     return set(np.flatnonzero(taking.is_taken).tolist())
 
 
 def test_experts_are_taken_best_first_within_layer_and_owner():
-    taking = Taking(OWNERS, capacity=2)
+    taking = Taking(OWNERS, capacity=2, is_taken=taken_already())
     ordered = np.array([0, 4, 1, 2, 5, 7, 3])
     refused = taking.take_shares(ordered, 4, LAYERS, (2, 1))
     assert taken(taking) == {0, 4, 2}  # owner 0 is full, and layer 1
@@ -96,8 +100,7 @@ def test_experts_are_taken_best_first_within_layer_and_owner():
 
 
 def test_what_is_forced_counts_but_is_not_refused():
-    taking = Taking(OWNERS, capacity=1)
-    taking.force([0, 1, 0])
+    taking = Taking(OWNERS, capacity=1, is_taken=taken_already(0, 1))
     taking.take(np.array([4, 6, 7]), most=4)
     assert taken(taking) == {0, 1, 6}
     assert taking.count == 3
@@ -106,7 +109,7 @@ def test_what_is_forced_counts_but_is_not_refused():
 
 
 def test_without_a_capacity_owners_do_not_matter():
-    taking = Taking(OWNERS, capacity=None)
+    taking = Taking(OWNERS, capacity=None, is_taken=taken_already())
     taking.take(np.array([0, 1, 4, 6]), most=3)
     assert taken(taking) == {0, 1, 4}
 
@@ -120,7 +123,7 @@ def test_without_a_capacity_owners_do_not_matter():
 )
 def test_two_passes_take_what_a_second_look_at_all_of_them_would(ordered, owners, shares, most, capacity):
     groups = np.arange(12) // 4
-    taking = Taking(np.array(owners), capacity)
+    taking = Taking(np.array(owners), capacity, taken_already(of=len(owners)))
     taking.take(taking.take_shares(np.array(ordered), most, groups, shares), most)
     found: set[int] = set()
     for left in (dict(enumerate(shares)), None):
@@ -144,8 +147,7 @@ def test_two_passes_take_what_a_second_look_at_all_of_them_would(ordered, owners
 )
 def test_those_refused_are_whose_layer_was_full_when_their_turn_came(ordered, owners, left, most, capacity, forced):
     groups = np.arange(12) // 4
-    taking = Taking(np.array(owners), capacity)
-    taking.force(sorted(forced))
+    taking = Taking(np.array(owners), capacity, taken_already(*forced, of=len(owners)))
     refused = taking.take_shares(np.array(ordered), most, groups, tuple(left))
     found, expected = {*forced}, []
     for expert in ordered:
@@ -161,15 +163,7 @@ def test_those_refused_are_whose_layer_was_full_when_their_turn_came(ordered, ow
         assert refused.tolist() == expected
 
 
-def stage_of(layers, sizes, first):
-    """A stage of ``layers``, whose experts are at ``first`` and behind."""
-    total = sum(sizes[layer] for layer in layers)
-    named = tuple(MoELayer(layer, f"moe.{layer}", sizes[layer]) for layer in layers)
-    return Stage(named, 1, (0,) * total, first + np.arange(total), first + np.arange(total), True, None)
-
-
-STAGES = Together((stage_of((0, 1), (2, 3, 4), 0), stage_of((2,), (2, 3, 4), 5)))
-"""Two layers of 2 and 3 experts, and one of 4."""
+GROUPS = np.repeat([0, 1], [5, 4])
 
 
 @given(
@@ -177,10 +171,7 @@ STAGES = Together((stage_of((0, 1), (2, 3, 4), 0), stage_of((2,), (2, 3, 4), 5))
     st.lists(st.integers(-1, 4), min_size=9, max_size=9),
     st.sampled_from((1, 1 << 40, 1 << 60)),  # the last one is too large for one number that says it all
 )
-def test_stages_are_put_in_order_each_by_itself(unsaved, chosen_at, times):
+def test_groups_are_put_in_order_one_by_one(unsaved, chosen_at, times):
     unsaved, chosen_at = np.array(unsaved) * times, np.array(chosen_at)
-    orders = STAGES.ordered(chosen_at, unsaved)
-    for (first, end), order in zip(STAGES.bounds, orders, strict=True):
-        mine = sorted(range(first, end), key=lambda one: (-unsaved[one], chosen_at[one], one))
-        assert order.tolist() == [one - first for one in mine]
-    assert STAGES.by_layer(unsaved) == [[unsaved[:2].sum(), unsaved[2:5].sum()], [unsaved[5:].sum()]]
+    order = sorted(range(9), key=lambda one: (GROUPS[one], -unsaved[one], chosen_at[one], one))
+    assert best_first(GROUPS, unsaved, chosen_at).tolist() == order

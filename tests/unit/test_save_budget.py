@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ckpt.core.save_budget import Load, bytes_in_time, largest_k, least_capacity, owned_total
+from moe_ckpt.core.save_budget import Division, bytes_in_time, largest_k, least_capacity, owned_total
 from moe_ckpt.policies.base import Measured
 
 OWNED = st.lists(st.integers(0, 9), min_size=1, max_size=6)
@@ -24,36 +24,37 @@ def test_the_largest_k_is_the_last_that_is_not_too_much(sizes, total):
     assert largest_k(sizes, total) == max(fits, default=0)
 
 
-def _heaviest(load: Load, total: int) -> float:
+def _heaviest(division: Division, total: int, shared_bytes: int, expert_bytes: int) -> float:
     """Bytes on the rank with most, if ``total`` experts are saved and owners save as evenly as they can."""
-    most = least_capacity(total, load.owned)
-    if load.divided is not None:
-        return -(-load.shared_bytes // load.ranks) + most * load.expert_bytes / load.divided
-    even = (load.shared_bytes + total * load.expert_bytes) / load.ranks
-    return max(even, most * load.expert_bytes) if load.by_owner else even
+    most = least_capacity(total, division.owned)
+    if division.divided is not None:
+        return -(-shared_bytes // division.ranks) + most * expert_bytes / division.divided
+    even = (shared_bytes + total * expert_bytes) / division.ranks
+    return max(even, most * expert_bytes) if division.by_owner else even
 
 
 @given(
     st.builds(
-        Load,
+        Division,
         ranks=st.integers(1, 4),
         owned=OWNED.map(tuple),
         by_owner=st.booleans(),
         divided=st.sampled_from([None, 1, 2]),
-        shared_bytes=st.integers(0, 200),
-        expert_bytes=st.integers(1, 40),
     ),
     st.integers(0, 800),
+    st.integers(0, 200),
+    st.integers(1, 40),
 )
-def test_what_is_affordable_fits_and_one_expert_more_does_not(load, limit):
-    total, capacity = load.affordable(limit)
-    assert 0 <= total <= sum(load.owned)
+def test_what_is_affordable_fits_and_one_expert_more_does_not(division, limit, shared_bytes, expert_bytes):
+    sizes = shared_bytes, expert_bytes
+    total, capacity = division.affordable(limit, *sizes)
+    assert 0 <= total <= sum(division.owned)
     if total:
-        assert _heaviest(load, total) <= limit
-        assert capacity is None or least_capacity(total, load.owned) <= capacity
-    if total < sum(load.owned):
-        assert _heaviest(load, total + 1) > limit
-    assert load.affordable(limit + 1)[0] >= total
+        assert _heaviest(division, total, *sizes) <= limit
+        assert capacity is None or least_capacity(total, division.owned) <= capacity
+    if total < sum(division.owned):
+        assert _heaviest(division, total + 1, *sizes) > limit
+    assert division.affordable(limit + 1, *sizes)[0] >= total
 
 
 @pytest.mark.parametrize(("secs", "rate"), [(None, 5.0), (2.0, None), (0.0, 5.0), (2.0, 0.0)])

@@ -1,6 +1,6 @@
-"""How much one rank can save in the available time, and how many experts that allows, from measured times.
+"""Computes from measured times how many bytes one rank can save, and how many experts these are.
 
-Whole numbers, and no state: ranks that start from the same measurements come to the same experts.
+All results are whole numbers, so that every rank comes to the same experts from the same measurements.
 """
 
 from __future__ import annotations
@@ -10,19 +10,19 @@ from dataclasses import dataclass
 
 
 def bytes_in_time(secs: float | None, bytes_per_sec: float | None, fraction: float = 1.0) -> int | None:
-    """Most bytes that one rank can save in ``fraction`` of ``secs``; None where either is not known, or 0."""
+    """Returns the most bytes that one rank saves in ``fraction`` of ``secs``; None if time or rate is unknown or 0."""
     if not secs or not bytes_per_sec:
         return None
     return int(bytes_per_sec * secs * fraction)
 
 
 def owned_total(capacity: int, owned: Collection[int]) -> int:
-    """Experts that can be saved at once if no rank saves over ``capacity`` of those that it owns."""
+    """Returns how many experts are saved if each rank saves at most ``capacity`` of the experts that it owns."""
     return sum(min(capacity, count) for count in owned)
 
 
 def least_capacity(total: int, owned: Collection[int]) -> int:
-    """The smallest capacity per rank with which ``total`` experts can be saved, or all if there are fewer."""
+    """Returns the smallest capacity per rank with which ``total`` experts, or all if there are fewer, can be saved."""
     target = min(total, sum(owned))
     low, high = 0, max(owned, default=0)
     while low < high:
@@ -35,10 +35,11 @@ def least_capacity(total: int, owned: Collection[int]) -> int:
 
 
 def largest_k(sizes: Sequence[int], total: int) -> int:
-    """The largest K with which K experts of every layer, or all of a smaller one, are ``total`` at most; 0 if none is.
+    """Returns the largest K so that K experts of every layer, or all of a smaller layer, are at most ``total``.
 
     Args:
-        sizes: Experts of each layer. Where all of them can be saved: the largest of ``sizes``.
+        sizes: Number of experts of each layer. If all can be saved, K is the largest of ``sizes``.
+        total: Number of experts that can be saved.
     """
     low, high = 0, max(sizes, default=0)
     while low < high:
@@ -51,42 +52,46 @@ def largest_k(sizes: Sequence[int], total: int) -> int:
 
 
 @dataclass(frozen=True)
-class Load:
-    """Bytes that the ranks of one pipeline stage have to save, and their division among the ranks.
+class Division:
+    """How the ranks of one pipeline stage divide the bytes that they save.
 
     Attributes:
-        ranks: Of the stage.
-        owned: How many experts each owner has.
-        by_owner: An owner's experts cannot be evened out with others'.
-        divided: Ranks that share the bytes of each expert, beside their share of the rest; None where ranks are filled
-            up evenly.
-        shared_bytes: All gates and non-experts.
-        expert_bytes: The largest expert.
+        ranks: Number of ranks of the stage.
+        owned: Number of experts of each owner.
+        by_owner: True if each expert is saved by its owner, so that other ranks cannot take over a part of it.
+        divided: Number of ranks that share the bytes of each expert, on top of an even share of the rest; None if ranks
+            are filled up evenly.
     """
 
     ranks: int
     owned: tuple[int, ...]
     by_owner: bool
     divided: int | None
-    shared_bytes: int
-    expert_bytes: int
 
-    def affordable(self, limit: int) -> tuple[int, int | None]:
-        """(experts, most of them that one rank may own) with which no rank has over ``limit`` bytes to save.
+    def affordable(self, limit: int, shared_bytes: int, expert_bytes: int) -> tuple[int, int | None]:
+        """Returns how many experts can be saved if no rank saves more than ``limit`` bytes.
 
-        Three ways of division, as ``core.placement.Placement`` tells them:
-        - expert parallelism: each rank has an even share of the rest, and what it owns: the rest must fit, and what
-          remains buys the same number of experts for every owner;
+        There are three kinds of division (``core.placement.Placement``):
+        - expert parallelism: each rank has an even share of the rest, and the experts that it owns. The rest must fit,
+          and what remains buys the same number of experts for every owner;
         - plain data parallelism: the rest is dealt out around the experts, so all bytes together must fit all ranks
-          together, and no rank may own more than fit it alone;
+          together, and no rank may own more experts than fit it alone;
         - everything divided evenly (FSDP): all bytes together must fit all ranks together.
+
+        Args:
+            limit: Bytes of one rank.
+            shared_bytes: Bytes of all gates and non-experts.
+            expert_bytes: Bytes of the largest expert.
+
+        Returns:
+            The number of experts; and how many of them one rank may own, None if that does not matter.
         """
-        expert_bytes = max(self.expert_bytes, 1)
+        expert_bytes = max(expert_bytes, 1)
         if self.divided is not None:
-            room = limit - -(-self.shared_bytes // self.ranks)
+            room = limit - -(-shared_bytes // self.ranks)
             capacity = max(0, room * self.divided // expert_bytes)
             return owned_total(capacity, self.owned), capacity
-        together = min(max(0, limit * self.ranks - self.shared_bytes) // expert_bytes, sum(self.owned))
+        together = min(max(0, limit * self.ranks - shared_bytes) // expert_bytes, sum(self.owned))
         if not self.by_owner:
             return together, None
         capacity = limit // expert_bytes
@@ -94,9 +99,9 @@ class Load:
 
 
 BLOCK = 2
-"""Checkpoints of a kind in a row, so that ``run.meter`` can tell what copying makes an iteration longer."""
+"""Number of large, then of small checkpoints in a row, from which ``run.meter`` measures what copying costs."""
 
 
 def is_small(number: int) -> bool:
-    """Returns whether the checkpoint of this number is to be a small one, so that there is something to compare."""
+    """Returns whether the checkpoint of this number is a small one while a run probes (``BLOCK``)."""
     return number // BLOCK % 2 == 1

@@ -163,7 +163,13 @@ def _largest(context: PolicyContext, limit: int | None) -> int:
     if limit is None:
         return 1
     stages = stages_of(context, weighed=True)
-    return max(1, min((largest_k(stage.sizes, stage.load().affordable(limit)[0]) for stage in stages), default=1))
+    return max(
+        1,
+        min(
+            (largest_k([layer.experts for layer in stage.layers], stage.affordable(limit)[0]) for stage in stages),
+            default=1,
+        ),
+    )
 
 
 def _places(catalog: Catalog, experts: Sequence[Expert]) -> Counts:

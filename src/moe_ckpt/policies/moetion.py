@@ -5,7 +5,7 @@ Later versions of that paper are MoEvement, which is exact. This one bounds lost
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from math import ceil
 from typing import Any, ClassVar, NamedTuple
@@ -30,8 +30,15 @@ from moe_ckpt.policies.base import (
     require_boost,
     require_positive,
 )
-from moe_ckpt.policies.expert_shares import Stage, Taking, Together, layer_shares, stages_of, together
-from moe_ckpt.policies.selectors import STALE_ROUNDS, chosen_at_of, interval_steps, storage_steps, unsaved_of
+from moe_ckpt.policies.expert_shares import Stage, Taking, layer_shares, stages_of
+from moe_ckpt.policies.selectors import (
+    STALE_ROUNDS,
+    best_first,
+    chosen_at_of,
+    interval_steps,
+    storage_steps,
+    unsaved_of,
+)
 
 MOST_GRADIENTS = 8
 """That an expert is behind its newest full copy on peers: memory keeps all snapshots back to that one, and a recovery
@@ -44,7 +51,6 @@ _Room = tuple[Stage, int, int | None]
 """A stage, how many of its experts are saved, and how many of them any rank may own."""
 _Mask = npt.NDArray[np.bool_]
 """``[operators]`` in the catalog's order, or ``[experts]`` of a stage."""
-_NONE: Counts = np.zeros(0, dtype=np.int64)
 
 
 class _Budget(NamedTuple):
@@ -203,7 +209,7 @@ class MoEtion:
         total = sum(most for _, most, _ in rooms)
         if total >= len(context.model.catalog.experts):
             return SnapshotPlan(context.run.step, context.model.catalog.everything, k=total // layers)
-        forced = [context.model.catalog.index_of[op] for op in context.run.missing]
+        forced = context.model.catalog.mask(context.run.missing)
         stored = self._chosen(context, rooms, Tier.STORAGE, forced)
         return SnapshotPlan(context.run.step, context.model.catalog.ids_of(stored), k=total // layers)
 
@@ -211,13 +217,12 @@ class MoEtion:
         """Algorithm 1 for what goes to peers, and for what stays here, of which the former is a part."""
         catalog, sent = context.model.catalog, self._sent(context)
         local = _Budget(context.copy_bytes(context.memory.budget_fraction))
-        forced, to_peers, gradients = list[int](), None, np.zeros_like(catalog.is_expert)
+        to_peers, gradients = None, np.zeros_like(catalog.is_expert)
         if sent is not None:
             rooms = self._rooms(context, [local, sent])
             to_peers, gradients = self._parted(context, rooms, sent.sends)
-            forced = np.flatnonzero(to_peers & catalog.is_expert).tolist()
         rooms = self._rooms(context, [local])
-        here = self._chosen(context, rooms, Tier.HOST, forced)
+        here = self._chosen(context, rooms, Tier.HOST, to_peers)
         first = here if to_peers is None else to_peers
         return SnapshotPlan(
             context.run.step,
@@ -242,7 +247,7 @@ class MoEtion:
         behind = mirrored & (held < (context.run.last_step or 0))
         ending = behind & ~chosen
         if ending.any():  # what peers have gradients of stays, so that it takes the place of one that is new
-            chosen = self._chosen(context, rooms, Tier.PEER, np.flatnonzero(behind).tolist())
+            chosen = self._chosen(context, rooms, Tier.PEER, behind)
         if self._is_probing(context):  # whose small checkpoints would end what gradients lead to
             return chosen, none
         return chosen, chosen & mirrored & ~ending & (context.run.step - held <= MOST_GRADIENTS)
@@ -269,53 +274,42 @@ class MoEtion:
         """Of the checkpoint that is due; those that stay in memory have no index."""
         return context.run.step // self.every_n_steps
 
-    def _chosen(self, context: PolicyContext, rooms: Sequence[_Room], tier: Tier, forced: Sequence[int] = ()) -> _Mask:
-        """Gates, non-experts, and the experts that a tier gets.
+    def _chosen(self, context: PolicyContext, rooms: Sequence[_Room], tier: Tier, forced: _Mask | None = None) -> _Mask:
+        """Returns ``[operators]`` True for gates, non-experts, and the experts that a tier gets.
 
         Args:
             context: Of this step.
             rooms: How many experts each stage saves.
-            tier: Whose unsaved tokens decide.
-            forced: Places in the catalog of experts that are saved in any case.
+            tier: The tier whose unsaved tokens decide.
+            forced: ``[operators]`` True for experts that are saved in any case.
         """
-        catalog = context.model.catalog
-        chosen = ~catalog.is_expert
-        for stage in (stage for stage, most, _ in rooms if most >= stage.total):
-            chosen[stage.operators] = True
-        rooms = [room for room in rooms if room[1] < room[0].total]
-        if rooms:
-            all_of_them = together(tuple(stage for stage, *_ in rooms))
-            taken = np.concatenate(list(self._taken(context, all_of_them, rooms, tier, forced)))
-            chosen[all_of_them.operators] = taken
-        return chosen
-
-    def _taken(
-        self, context: PolicyContext, stages: Together, rooms: Sequence[_Room], tier: Tier, forced: Sequence[int]
-    ) -> Iterator[_Mask]:
-        """Stage by stage, whether each of its experts is saved; see ``_chosen``."""
-        unsaved = unsaved_of(context, tier).ravel()[stages.at]
-        chosen_at = chosen_at_of(context, tier).ravel()[stages.at]
+        chosen = ~context.model.catalog.is_expert
+        if forced is not None:
+            chosen |= forced
+        unsaved, chosen_at = unsaved_of(context, tier).ravel(), chosen_at_of(context, tier).ravel()
         turn = context.run.index if tier is Tier.STORAGE else self._number(context)
-        orders, risks = stages.ordered(chosen_at, unsaved), stages.by_layer(unsaved)
         patience = self.stale_rounds * interval_steps(context, self.every_n_steps)
-        overdue = _overdue(context.run.step, patience, stages, rooms, chosen_at)
-        for number, (stage, most, capacity) in enumerate(rooms):
-            taking, risk, sizes = Taking(stage.owner_numbers, capacity), risks[number], stage.sizes
-            if forced:
-                taking.force([stage.numbers[operator] for operator in forced if operator in stage.numbers])
-            if len(overdue[number]):
-                taking.take(overdue[number], most_overdue(most))
-            if taking.count:
-                untaken = ~taking.is_taken
-                sizes = tuple(np.add.reduceat(untaken, stage.starts, dtype=np.int64).tolist())
-                risk = np.add.reduceat(unsaved[slice(*stages.bounds[number])] * untaken, stage.starts).tolist()
-            # Where all layers get alike, what cannot be divided goes on from where it ended last time.
+        for stage, most, capacity in rooms:
+            if most >= stage.total:
+                chosen[stage.operators] = True
+                continue
+            unsaved_here, chosen_here = unsaved[stage.at], chosen_at[stage.at]
+            taking = Taking(stage.owners, capacity, chosen[stage.operators])
+            overdue = _overdue(chosen_here, context.run.step - patience * ceil(stage.total / most))
+            if len(overdue):
+                taking.take(overdue, most_overdue(most))
+            untaken = ~taking.is_taken
+            sizes = np.add.reduceat(untaken, stage.starts, dtype=np.int64).tolist()
+            risk = np.add.reduceat(unsaved_here * untaken, stage.starts).tolist()
+            # If all layers get the same number, the remainder goes to the layers after those that got it last time.
             first = turn * most % len(sizes)
             shares = layer_shares(risk, sizes, max(0, most - taking.count), first)
-            passed_over = taking.take_shares(orders[number], most, stage.groups, shares)
+            order = best_first(np.zeros(stage.total, dtype=np.int64), unsaved_here, chosen_here)
+            passed_over = taking.take_shares(order, most, stage.groups, shares)
             if taking.count < most:
                 taking.take(passed_over, most)
-            yield taking.is_taken
+            chosen[stage.operators] = taking.is_taken
+        return chosen
 
     def next_due(self, context: PolicyContext) -> int:
         """See ``Needs.next_due``."""
@@ -348,18 +342,7 @@ def most_overdue(most: int) -> int:
     return -(-most // 2)
 
 
-def _overdue(step: int, patience: int, stages: Together, rooms: Sequence[_Room], chosen_at: Counts) -> list[Counts]:
-    """Experts not chosen for over ``STALE_ROUNDS`` rounds of ceil(experts / most) checkpoints, the oldest first.
-
-    As in ``load_aware``, rounds are counted in steps, at the tier's own mean interval.
-    """
-    rounds = [ceil(stage.total / most) for stage, most, _ in rooms]
-    due = step - patience * stages.spread(rounds)
+def _overdue(chosen_at: Counts, due: int) -> Counts:
+    """Returns the experts that were chosen last before step ``due``, the oldest first, without those never chosen."""
     late = np.flatnonzero((chosen_at >= 0) & (chosen_at < due))
-    if not len(late):
-        return [_NONE] * len(rooms)
-    overdue: list[Counts] = []
-    for first, end in stages.bounds:
-        mine = late[np.searchsorted(late, first) : np.searchsorted(late, end)]
-        overdue.append(mine[np.argsort(chosen_at[mine], kind="stable")] - first)
-    return overdue
+    return late[np.argsort(chosen_at[late], kind="stable")]

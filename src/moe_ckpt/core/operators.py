@@ -46,14 +46,10 @@ class Remembered(Generic[_Result]):
         if entry is not None:
             return entry[1]
         result = self._find(*arguments)
-        self.note(result, *arguments)
-        return result
-
-    def note(self, result: _Result, *arguments: Any) -> None:
-        """Stores a result that is known already."""
         if len(self._entries) >= self._most:
             self._entries.clear()
         self._entries[tuple(map(id, arguments))] = arguments, result
+        return result
 
 
 class OperatorKind(str, enum.Enum):

@@ -28,7 +28,7 @@ from moe_ckpt.core.window import (
 )
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies.base import Needs, PolicyContext, require_positive
-from moe_ckpt.policies.popularity import ORDERS, Ordering, Shares, note_proven
+from moe_ckpt.policies.popularity import ORDERS, Ordering, Shares
 from moe_ckpt.policies.selectors import storage_steps
 from moe_ckpt.policies.window_report import WindowReport
 
@@ -192,11 +192,9 @@ class MoEvement:
     def _window(self, context: PolicyContext, order: tuple[str, ...], frequencies: Shares | None) -> Window:
         if not context.model.coupled:
             former, slots = context.run.window, self._slots(order, context)
-            # The very same ones where nothing has changed: who has seen them knows what follows from them.
+            # The same object if nothing has changed: caches go by identity.
             slots = former.slots if former is not None and former.slots == slots else slots
-            window = Window(context.run.step, slots, frequencies)
-            note_proven(context.model.catalog, window)
-            return window
+            return Window(context.run.step, slots, frequencies)
         units, sizes, members = merge_coupled(order, context.model.sizes, context.model.coupled)
         slots = self._slots(units, replace(context, model=replace(context.model, sizes=sizes)))
         whole = tuple(tuple(op for unit in slot for op in members[unit]) for slot in slots)

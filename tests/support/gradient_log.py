@@ -8,13 +8,44 @@ from functools import partial
 
 import torch
 
-from moe_ckpt.format.shard import GRADIENT as KEY
-from moe_ckpt.gradient_log.optimizers import GRADIENT, WEIGHT, OptimizerKind, TensorBlock, detached
+from moe_ckpt.gradient_log.optimizers import GradientBlock, OptimizerKind, detached
 from moe_ckpt.gradient_log.replaying import LoggedSteps, LogReplayer
 from moe_ckpt.gradient_log.units import Pieces, Unit
+from moe_ckpt.ledger.coverage import Box
 from moe_ckpt.modeling.blocks import block_in
 from moe_ckpt.modeling.optimizer_state import class_name
+from moe_ckpt.reading.slices import block as part_of
 from tests.support.gradient_chain import LoggedStep, chain
+
+WEIGHT, GRADIENT = "", "gradient"
+
+
+@dataclass(frozen=True, eq=False)
+class TensorBlock:
+    """Values of a block of one of the model's tensors: a weight, a gradient, or optimizer state by its name."""
+
+    optimizer: int
+    parameter: str
+    kind: str
+    box: Box | None
+    values: torch.Tensor
+
+
+@torch.no_grad()
+def load(replay, blocks):
+    """Writes blocks into the weights and the optimizer state of a replay."""
+    for block in blocks:
+        for unit, piece in replay.pieces.of(block.optimizer, block.parameter):
+            part = piece.part(block.box)
+            if part is None:
+                continue
+            tensor = replay.tensors[unit.optimizer, unit.name]
+            if block.kind != WEIGHT:
+                state = replay.state_of(unit.optimizer, unit.name)
+                if block.kind not in state:
+                    state[block.kind] = torch.zeros_like(tensor.detach(), dtype=block.values.dtype)
+                tensor = state[block.kind]
+            part.view(block_in(tensor.detach())).copy_(part_of(block.values, block.box.offsets, part.box))
 
 
 class Copier:
@@ -132,24 +163,20 @@ class _Steps(LoggedSteps):
                 yield from blocks
 
     def blocks(self, step):
-        return [(_key(block), block.box.offsets, block.box.shape) for block in self._blocks(step)]
+        return [(block.optimizer, block.parameter, block.box) for block in self._blocks(step)]
 
     def gradients(self, step):
         for block in self._blocks(step):
-            yield _key(block), block.box.offsets, block.values
+            yield GradientBlock(block.optimizer, block.parameter, block.box, block.values)
 
     def load(self, step):
         for operator, anchor in self.anchors.items():
             if anchor == step:
                 blocks = self._log.anchors[operator, anchor]
-                self._replay.load([block for block in blocks if block.box is not None])
+                load(self._replay, [block for block in blocks if block.box is not None])
                 for block in (block for block in blocks if block.box is None and block.values.ndim):
                     for unit, _ in self._replay.pieces.of(block.optimizer, block.parameter):
                         self._replay.state_of(unit.optimizer, unit.name)[block.kind] = block.values.clone()
-
-
-def _key(block):
-    return f"{KEY}{block.optimizer}/{block.parameter}"
 
 
 def kind_of(optimizer) -> OptimizerKind:

@@ -14,11 +14,8 @@ from moe_ckpt.errors import ConfigError, CoverageError, ReplayDivergedError, Uns
 from moe_ckpt.format.tree import decode_tree, encode_tree
 from moe_ckpt.gradient_log.capture import GradientCapture
 from moe_ckpt.gradient_log.optimizers import (
-    GRADIENT,
-    WEIGHT,
     Coupling,
     OptimizerReplay,
-    TensorBlock,
     Update,
     coupling_of,
     detached,
@@ -29,13 +26,17 @@ from moe_ckpt.gradient_log.units import Pieces, whole_unit
 from moe_ckpt.recovery.replay import same_plain
 from tests.support.gradient_chain import Chain
 from tests.support.gradient_log import (
+    GRADIENT,
+    WEIGHT,
     Copier,
     MemoryLog,
+    TensorBlock,
     copied,
     counts_of,
     differing,
     gradient_blocks,
     kind_of,
+    load,
     state_blocks,
 )
 
@@ -363,7 +364,7 @@ def test_a_learning_rate_that_is_a_tensor_is_not_written_to_where_it_was_recorde
     unit = whole_unit("bias", 0, 0, torch.zeros(3))
     for _ in range(2):
         replay = detached([kind], [unit])
-        replay.load([TensorBlock(0, "bias", WEIGHT, unit.pieces[0].box, torch.zeros(3))])
+        load(replay, [TensorBlock(0, "bias", WEIGHT, unit.pieces[0].box, torch.zeros(3))])
         for lr in (0.1, 0.2):
             update = Update(0, ({"lr": torch.tensor(lr)},), ("bias",))
             replay.step(update, [TensorBlock(0, "bias", GRADIENT, unit.pieces[0].box, torch.ones(3))])
@@ -650,7 +651,7 @@ def test_blocks_of_another_cut_are_put_together():
     rows = [[Span("w", 0, 2)], [Span("w", 2, 5)], [Span("w", 5, 6)]]
     replay = detached([kind_of(optimizer)], [unit])
     for spans in rows:
-        replay.load(b for b in copied(state_blocks([optimizer], tensors, pieces, spans)) if b.box is not None)
+        load(replay, (b for b in copied(state_blocks([optimizer], tensors, pieces, spans)) if b.box is not None))
     copier = Copier()
     GradientCapture([optimizer], lambda n, g, p: unit, copier)
     parameter.grad = gradient

@@ -11,21 +11,18 @@ from __future__ import annotations
 import enum
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn, optim
 from torch.optim import Optimizer
 
 from moe_ckpt.errors import UnsupportedError
-from moe_ckpt.gradient_log.units import Pieces, Tensors, Unit, UnitBlock
+from moe_ckpt.gradient_log.units import Pieces, Tensors, Unit
 from moe_ckpt.ledger.coverage import Box
 from moe_ckpt.modeling.blocks import block_in
 from moe_ckpt.modeling.optimizer_state import ELEMENTWISE, IMPLEMENTATION_FLAGS, class_name, fitted
-
-WEIGHT = ""
-"""Kind of a block of what is updated: master weights, or weights where there are none."""
-GRADIENT = "gradient"
+from moe_ckpt.reading.slices import block
 
 OptimizerKind = tuple[str, Sequence[Mapping[str, Any]]]
 """(``modeling.optimizer_state.class_name`` of an optimizer, its param groups without parameters)."""
@@ -128,21 +125,18 @@ class Update:
     found_inf: torch.Tensor | None = None
 
 
-@dataclass(frozen=True, eq=False)
-class TensorBlock:
-    """Values of a block of one of the model's tensors.
+class GradientBlock(NamedTuple):
+    """The consumed gradient of a block of one of the model's tensors.
 
     Attributes:
-        optimizer: Number of the optimizer.
+        optimizer: Number of the optimizer that consumed it.
         parameter: Name of the tensor.
-        kind: ``WEIGHT``, ``GRADIENT`` or the name of optimizer state of the parameter's shape.
         box: Where the block lies in the whole tensor.
         values: Of the block.
     """
 
     optimizer: int
     parameter: str
-    kind: str
     box: Box
     values: torch.Tensor
 
@@ -187,25 +181,7 @@ class OptimizerReplay:
         state: dict[str, Any] = self.optimizers[optimizer].state[self.tensors[optimizer, unit]]
         return state
 
-    @torch.no_grad()
-    def load(self, blocks: Iterable[TensorBlock]) -> None:
-        """Writes an anchor into weights and optimizer state."""
-        for block in blocks:
-            for unit, piece in self.pieces.of(block.optimizer, block.parameter):
-                part = piece.part(block.box)
-                if part is not None:
-                    self._write(unit, part, block)
-
-    def _write(self, unit: Unit, part: UnitBlock, block: TensorBlock) -> None:
-        tensor = self.tensors[unit.optimizer, unit.name]
-        if block.kind != WEIGHT:
-            state = self.state_of(unit.optimizer, unit.name)
-            if block.kind not in state:
-                state[block.kind] = torch.zeros_like(tensor.detach(), dtype=block.values.dtype)
-            tensor = state[block.kind]
-        part.view(block_in(tensor.detach())).copy_(_within(block, part.box))
-
-    def step(self, update: Update, gradients: Iterable[TensorBlock]) -> set[tuple[int, str]]:
+    def step(self, update: Update, gradients: Iterable[GradientBlock]) -> set[tuple[int, str]]:
         """Replays one update. Returns (optimizer, name) of the units that it changed.
 
         Args:
@@ -215,11 +191,11 @@ class OptimizerReplay:
         optimizer = self.optimizers[update.optimizer]
         stepped: set[tuple[int, str]] = set()
         try:
-            for block in gradients:
-                for unit, piece in self.pieces.of(update.optimizer, block.parameter):
-                    part = piece.part(block.box)
+            for gradient in gradients:
+                for unit, piece in self.pieces.of(update.optimizer, gradient.parameter):
+                    part = piece.part(gradient.box)
                     if part is not None:
-                        part.view(self._gradient(unit)).copy_(_within(block, part.box))
+                        part.view(self._gradient(unit)).copy_(block(gradient.values, gradient.box.offsets, part.box))
                         stepped.add((unit.optimizer, unit.name))
             if stepped:
                 _set(optimizer, update)
@@ -274,14 +250,6 @@ def detached(
         make: Any = class_named(name)
         optimizers.append(make(groups))
     return OptimizerReplay(optimizers, units, tensors)
-
-
-def _within(block: TensorBlock, box: Box) -> torch.Tensor:
-    """Returns the values of a part of a block."""
-    values = block.values
-    for axis, (low, first, length) in enumerate(zip(box.offsets, block.box.offsets, box.shape, strict=True)):
-        values = values.narrow(axis, low - first, length)
-    return values
 
 
 def _step_alone(optimizer: Optimizer) -> None:

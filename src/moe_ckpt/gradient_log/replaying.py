@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,13 +13,15 @@ from moe_ckpt.core.operators import Span
 from moe_ckpt.errors import ConfigError, CoverageError, ReplayDivergedError
 from moe_ckpt.format.manifest import Manifest, state_path
 from moe_ckpt.format.shard import GRADIENT as KEY
-from moe_ckpt.gradient_log.optimizers import GRADIENT, OptimizerReplay, TensorBlock, Update
+from moe_ckpt.gradient_log.optimizers import GradientBlock, OptimizerReplay, Update
 from moe_ckpt.gradient_log.units import UpdateLayout
 from moe_ckpt.ledger.coverage import Box
 from moe_ckpt.modeling.optimizer_state import IMPLEMENTATION_FLAGS
+from moe_ckpt.ports import StateTensor
 from moe_ckpt.reading.index import StoredSlice, TensorIndex
 from moe_ckpt.reading.memory.slot_storage import LoggedSnapshot, OpenedMemory
 from moe_ckpt.reading.reader import StoreReader
+from moe_ckpt.reading.restore import copy_slices
 
 PLAIN = "gradient_log"
 """Its key in the plain state of a step."""
@@ -73,18 +75,26 @@ class LoggedSteps:
         """Returns what of a step's plain state is about these units."""
         return plain
 
-    def blocks(self, step: int) -> Sequence[tuple[str, tuple[int, ...], tuple[int, ...]]]:
-        """Returns (key, offsets, shape) of the gradients of operators with older anchors."""
-        return [(stored.entry.key, stored.entry.offsets, stored.entry.shape) for stored in self.needed[step]]
+    def blocks(self, step: int) -> Sequence[tuple[int, str, Box]]:
+        """Returns (optimizer, parameter, box) of the gradients that a step applies to operators with older anchors."""
+        return [(*_updated_by(stored.entry.key), stored.entry.box) for stored in self.needed[step]]
 
-    def gradients(self, step: int) -> Iterator[tuple[str, tuple[int, ...], torch.Tensor]]:
-        """Yields (key, offsets, values) of the same."""
+    def gradients(self, step: int) -> Iterator[GradientBlock]:
+        """Yields these gradients."""
         for stored, values in self._reader.read_many(self.needed[step]):
-            yield stored.entry.key, stored.entry.offsets, values
+            yield GradientBlock(*_updated_by(stored.entry.key), stored.entry.box, values)
+
+    def tensors(self) -> Sequence[StateTensor]:
+        """Returns the weights and the optimizer state that anchors are written into."""
+        raise NotImplementedError
 
     def load(self, step: int) -> None:
-        """Writes the anchors of ``step`` into the units."""
-        raise NotImplementedError
+        """Writes the anchors of ``step`` into ``tensors``."""
+        slices = {
+            key: [stored for stored in group if self.anchors[stored.entry.operator] == step]
+            for key, group in self._index.tensors.items()
+        }
+        copy_slices(self._reader, slices, self.tensors())
 
 
 class LogReplayer:
@@ -161,11 +171,9 @@ class LogReplayer:
         log.load(log.steps[0])
         _set_counts(log, log.steps[0], replay, set())
         for step in log.steps[1:]:
-            blocks: dict[int, list[TensorBlock]] = defaultdict(list)
-            for key, offsets, values in log.gradients(step):
-                number, parameter = _updated_by(key)
-                box = Box(offsets, tuple(values.shape))
-                blocks[number].append(TensorBlock(number, parameter, GRADIENT, box, values))
+            blocks: dict[int, list[GradientBlock]] = defaultdict(list)
+            for gradient in log.gradients(step):
+                blocks[gradient.optimizer].append(gradient)
             stepped: set[tuple[int, str]] = set()
             for update in _updates(log, step):
                 units = replay.step(update, blocks[update.optimizer])
@@ -203,15 +211,12 @@ def _updates(log: LoggedSteps, step: int) -> Iterator[Update]:
         yield Update(int(recorded["optimizer"]), groups, names, recorded["grad_scale"], recorded["found_inf"])
 
 
-def _volumes(
-    replay: OptimizerReplay, blocks: Sequence[tuple[str, tuple[int, ...], tuple[int, ...]]]
-) -> Mapping[tuple[int, str], int]:
-    """(optimizer, parameter) -> elements of blocks in units of this rank."""
+def _volumes(replay: OptimizerReplay, blocks: Iterable[tuple[int, str, Box]]) -> Mapping[tuple[int, str], int]:
+    """Returns (optimizer, parameter) -> number of elements of ``blocks`` in this rank's units."""
     volumes: dict[tuple[int, str], int] = defaultdict(int)
-    for key, offsets, shape in blocks:
-        number, parameter = _updated_by(key)
+    for number, parameter, box in blocks:
         for _, piece in replay.pieces.of(number, parameter):
-            part = piece.part(Box(offsets, shape))
+            part = piece.part(box)
             volumes[number, parameter] += 0 if part is None else part.box.volume
     return volumes
 

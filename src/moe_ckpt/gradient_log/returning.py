@@ -19,10 +19,10 @@ from moe_ckpt.gradient_log.densify import densify_together
 from moe_ckpt.gradient_log.replaying import LoggedSteps, LogReplayer, anchors_of, needed_gradients
 from moe_ckpt.ledger.coverage import Box
 from moe_ckpt.notices import announce
-from moe_ckpt.ports import TrainingState
-from moe_ckpt.reading.index import StoredSlice, homes_of
+from moe_ckpt.ports import StateTensor, TrainingState
+from moe_ckpt.reading.index import homes_of
 from moe_ckpt.reading.memory.slot_storage import OpenedMemory, Span
-from moe_ckpt.reading.restore import box_of, copy_slices, parameters_of, require_fitting
+from moe_ckpt.reading.restore import box_of, parameters_of, require_fitting
 from moe_ckpt.reading.slices import find_damage
 from moe_ckpt.reading.together import together
 from moe_ckpt.recovery.executing import Recovery, Restored, StorageSource, opening, planned, rank_of_state, say_plan
@@ -130,17 +130,12 @@ class StoredLog(LoggedSteps):
             if error is not None:
                 raise error
 
+    def tensors(self) -> Sequence[StateTensor]:
+        return self._state.tensors()
+
     def load(self, step: int) -> None:
-        self._tell(step)
-
-        def is_due(stored: StoredSlice) -> bool:
-            return self.anchors[stored.entry.operator] == step
-
-        slices = {key: due for key, group in self._index.tensors.items() if (due := tuple(filter(is_due, group)))}
-        copy_slices(self._reader, slices, self._state.tensors())
-
-    def _tell(self, step: int) -> None:
-        """Says how far a long replay is."""
+        """Also says how far a long replay is."""
+        super().load(step)
         if time.monotonic() - self._told_at >= TELL_SECS and len(self.steps) > 1:
             self._told_at = time.monotonic()
             made = self.steps.index(step), len(self.steps) - 1

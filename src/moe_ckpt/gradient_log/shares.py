@@ -21,12 +21,14 @@ from moe_ckpt.errors import CoverageError, NoCheckpointError
 from moe_ckpt.format.manifest import state_path
 from moe_ckpt.format.sealed import seal, unseal
 from moe_ckpt.format.shard import TORCH_DTYPES, SliceEntry
-from moe_ckpt.gradient_log.optimizers import WEIGHT, OptimizerKind, TensorBlock, detached
+from moe_ckpt.gradient_log.optimizers import GradientBlock, OptimizerKind, OptimizerReplay, detached
 from moe_ckpt.gradient_log.replaying import PLAIN, LoggedSteps, LogReplayer, anchors_of, plain_of
-from moe_ckpt.gradient_log.units import Device, Unit, UnitBlock, UpdateLayout
+from moe_ckpt.gradient_log.units import Device, Unit, UpdateLayout
 from moe_ckpt.ledger.coverage import Box
-from moe_ckpt.reading.index import StateKey, StoredSlice, homes_of, overlapping, split_key
+from moe_ckpt.ports import StateTensor, TensorMeta
+from moe_ckpt.reading.index import StoredSlice, homes_of, overlapping, split_key
 from moe_ckpt.reading.memory.slot_storage import OpenedMemory
+from moe_ckpt.reading.restore import box_of
 from moe_ckpt.reading.slices import block, find_damage
 
 _MODEL = "model/"
@@ -35,12 +37,14 @@ Tell = Callable[[int, str], None]
 
 
 class RankShare(LoggedSteps):
-    """The share that one rank wrote of a log, as of its last step, made by optimizers without a model that step again.
+    """The share that one rank wrote of a log, as of the log's last step, made by optimizers without a model.
 
     Args:
         log: The log.
-        rank: That wrote the share, and has the units.
+        rank: The rank that wrote the share, and whose units are stepped again.
     """
+
+    _replay: OptimizerReplay
 
     def __init__(self, log: Densifier, rank: int) -> None:
         self._log, self._slices = log, log.written.get(rank, ())
@@ -63,86 +67,83 @@ class RankShare(LoggedSteps):
         """Yields all slices that are read."""
         yield from chain(self._slices, self._anchors, *self.needed.values())
 
-    def made(self, device: torch.device | str, tell: Tell) -> list[tuple[SliceEntry, torch.Tensor]]:
-        """Returns what the rank writes of the checkpoint: entries without place and checksum, with their bytes.
+    def made(self, device: torch.device, tell: Tell) -> list[tuple[SliceEntry, torch.Tensor]]:
+        """Returns the slices that the rank writes: entries without place and checksum, with their bytes.
 
         Raises:
             CoverageError: A gradient lacks elements, or another rank updates a part of a slice.
-            UnsupportedError: A class of optimizers is not known here.
-            ReplayDivergedError: Step counts become others than were recorded.
+            UnsupportedError: The class of an optimizer is not known here.
+            ReplayDivergedError: A step count differs from what was recorded.
         """
-        self._tell, self._replay = tell, detached(self._kinds(torch.device(device)), self._units, device)
+        self._tell = tell
+        live: dict[str, list[StateTensor]] = defaultdict(list)
         if self._layout is not None:
-            self._make_state()
-            replayer = LogReplayer(self._log.spans, lambda: self._replay)
+            self._replay = replay = detached(self._kinds(self._layout, device), self._units, device)
+            replayer = LogReplayer(self._log.spans, lambda: replay)
             replayer.check(self)
             replayer.replay(self)
+            for tensor in self._tensors(self._layout, weights=True):
+                live[tensor.key].append(tensor)
+            del self._replay  # the next rank's share needs the memory
         slices = []
         for stored, values in self._reader.read_many(self._slices):
-            if self._layout is not None and self._log.is_updated(split_key(stored.entry.key).fqn):
-                values = self.read(stored.entry)
+            if self._log.is_updated(split_key(stored.entry.key).fqn):
+                values = self._joined(stored.entry, live[stored.entry.key])
             slices.append((unplaced(stored.entry), bytes_of(values)))
             tell(stored.nbytes, f"writing the share of rank {self._rank}")
-        del self._replay  # the memory of the next rank's
         return slices
 
-    def _make_state(self) -> None:
-        """Makes optimizer state of other shapes than its parameters'."""
-        for stored in self._anchors:
-            key = split_key(stored.entry.key)
-            if key.state is not None and not self._log.is_shaped(stored.entry.key):
-                empty = torch.zeros(stored.entry.global_shape, dtype=TORCH_DTYPES[stored.entry.dtype])
-                for number, unit, _ in self._pieces_of(key):
-                    tensor = self._replay.tensors[number, unit.name]
-                    where = tensor.device if stored.entry.on_param_device else torch.device("cpu")
-                    self._replay.state_of(number, unit.name).setdefault(key.state, empty.to(where))
+    def _tensors(self, layout: UpdateLayout, *, weights: bool) -> Iterator[StateTensor]:
+        """Yields what the optimizers update, and their state, as it is now. Creates the state that the anchors have.
 
-    def read(self, entry: SliceEntry) -> torch.Tensor:
-        """Returns a slice as the optimizers have it.
+        Args:
+            layout: Of the rank.
+            weights: Also yield the weights that follow from master weights, with the values of those.
+        """
+        for name in dict.fromkeys(stored.entry.key for stored in self._anchors):
+            key, meta, is_shaped = split_key(name), self._index.meta(name), self._log.is_shaped(name)
+            for number, prefix in enumerate(layout.keys):
+                pieces = self._replay.pieces.of(number, key.fqn) if key.optimizer in (None, prefix) else ()
+                for unit, piece in pieces:
+                    if key.state is None and unit.stored and not weights:
+                        continue
+                    value = self._replay.tensors[number, unit.name].detach()
+                    if key.state not in (None, unit.stored):
+                        state = self._replay.state_of(number, unit.name)
+                        if key.state not in state:
+                            state[key.state] = _zeros(meta, value, is_shaped=is_shaped)
+                        value = state[key.state].detach()
+                    box = piece.box if is_shaped else Box((0,) * value.dim(), tuple(value.shape))
+                    local = piece.view(value) if is_shaped else value
+                    yield StateTensor(name, key.fqn, local, box.offsets, meta.global_shape)
+
+    def _joined(self, entry: SliceEntry, live: Iterable[StateTensor]) -> torch.Tensor:
+        """Returns a slice of the tensor of which ``live`` are blocks.
 
         Raises:
             CoverageError: Another rank updates a part of it.
         """
-        key = split_key(entry.key)
-        whole = torch.empty(entry.shape, dtype=TORCH_DTYPES[entry.dtype])
-        shaped = self._log.is_shaped(entry.key)
-        missing = entry.box.volume
-        for number, unit, piece in self._pieces_of(key):
-            if not missing:
-                break
-            source = self._replay.tensors[number, unit.name]
-            if key.state is not None and key.state != unit.stored:
-                source = self._replay.state_of(number, unit.name)[key.state]
-            if not shaped:
-                return block(source.detach(), (0,) * source.dim(), entry.box) if entry.shape else source.detach()
-            part = piece.part(entry.box)
-            if part is not None:
-                block(whole, entry.offsets, part.box).copy_(part.view(source.detach()))
-                missing -= part.box.volume
+        whole, missing = torch.empty(entry.shape, dtype=TORCH_DTYPES[entry.dtype]), entry.box.volume
+        for tensor in live:
+            common = entry.box.overlap(box_of(tensor))
+            if common is not None and missing:
+                block(whole, entry.offsets, common).copy_(block(tensor.local, tensor.offsets, common))
+                missing -= common.volume
         if missing:
             reason = f"{entry.name} of {entry.operator} is updated on another rank: {missing:,} are not of this rank"
             raise CoverageError(f"the share of rank {self._rank}", (reason,))
         return whole
 
-    def _pieces_of(self, key: StateKey) -> Iterator[tuple[int, Unit, UnitBlock]]:
-        """Yields (number of the optimizer, unit, piece) of a tensor of the checkpoint."""
-        for number, prefix in enumerate(() if self._layout is None else self._layout.keys):
-            if key.optimizer in (None, prefix):
-                for unit, piece in self._replay.pieces.of(number, key.fqn):
-                    yield number, unit, piece
-
-    def _kinds(self, device: torch.device) -> list[OptimizerKind]:
-        """Returns what the optimizers were at their first update that is made once more."""
-        if self._layout is None:
-            return []
+    def _kinds(self, layout: UpdateLayout, device: torch.device) -> list[OptimizerKind]:
+        """Returns class and hyperparameters of the optimizers at the first update that is made again."""
         groups: dict[int, Sequence[Mapping[str, Any]]] = {}
         for step in self.steps[1:]:
             for update in self.plain(step)["updates"]:
                 groups.setdefault(int(update["optimizer"]), update["groups"])
         kinds: list[OptimizerKind] = []
-        for number, name in enumerate(self._layout.classes):
-            # One at least, though none of these units is the optimizer's: torch makes none without a group.
-            count = 1 + max((unit.group for unit in self._layout.units if unit.optimizer == number), default=0)
+        for number, name in enumerate(layout.classes):
+            # At least one, even if none of these units is the optimizer's: torch makes no optimizer without a group.
+            count = 1 + max((unit.group for unit in layout.units if unit.optimizer == number), default=0)
             settings = groups.get(number, [{}] * count)
             kinds.append((name, [_on(device, group) for group in settings]))
         return kinds
@@ -156,36 +157,26 @@ class RankShare(LoggedSteps):
             counts.append({**entry, "units": [entry["units"][at] for at in here], "values": entry["values"][here]})
         return {**plain, "counts": counts}
 
-    def gradients(self, step: int) -> Iterator[tuple[str, tuple[int, ...], torch.Tensor]]:
-        for key, offsets, values in super().gradients(step):
-            self._tell(values.nbytes, f"repeating the updates of step {step}")
-            yield key, offsets, values
+    def gradients(self, step: int) -> Iterator[GradientBlock]:
+        for gradient in super().gradients(step):
+            self._tell(gradient.values.nbytes, f"repeating the updates of step {step}")
+            yield gradient
+
+    def tensors(self) -> Sequence[StateTensor]:
+        return [] if self._layout is None else list(self._tensors(self._layout, weights=False))
 
     def load(self, step: int) -> None:
-        due = [stored for stored in self._anchors if self.anchors[stored.entry.operator] == step]
-        for stored, values in self._reader.read_many(due):
-            if self._log.is_shaped(stored.entry.key):
-                self._replay.load(self._blocks(stored.entry, values))
-            elif stored.entry.shape:  # factors; step counts are in the log's plain state
-                self._load_factors(stored.entry, values)
-            self._tell(stored.nbytes, f"loading the anchors of step {step}")
+        super().load(step)
+        due = (stored.nbytes for stored in self._anchors if self.anchors[stored.entry.operator] == step)
+        self._tell(sum(due), f"loading the anchors of step {step}")
 
-    def _blocks(self, entry: SliceEntry, values: torch.Tensor) -> Iterator[TensorBlock]:
-        key = split_key(entry.key)
-        kinds: dict[int, str] = {}
-        for number, unit, _ in self._pieces_of(key):
-            if key.state is None and unit.stored:
-                continue  # the weights follow from their masters
-            kinds[number] = WEIGHT if key.state in (None, unit.stored) else str(key.state)
-        for number, kind in kinds.items():
-            yield TensorBlock(number, key.fqn, kind, entry.box, values)
 
-    def _load_factors(self, entry: SliceEntry, values: torch.Tensor) -> None:
-        """State of another shape than its parameter's, of which each operator has rows or the home has all."""
-        key = split_key(entry.key)
-        for number, unit, _ in self._pieces_of(key):
-            whole = self._replay.state_of(number, unit.name)[str(key.state)]
-            block(whole, (0,) * whole.dim(), entry.box).copy_(values)
+def _zeros(meta: TensorMeta, updated: torch.Tensor, *, is_shaped: bool) -> torch.Tensor:
+    """Returns zeros for optimizer state; if it has the shape of its parameter, laid out as what is updated."""
+    dtype = TORCH_DTYPES[meta.dtype]
+    if is_shaped:
+        return torch.zeros_like(updated, dtype=dtype)
+    return torch.zeros(meta.global_shape, dtype=dtype, device=updated.device if meta.on_param_device else "cpu")
 
 
 def unplaced(entry: SliceEntry) -> SliceEntry:
@@ -199,7 +190,7 @@ def bytes_of(values: torch.Tensor) -> torch.Tensor:
 
 
 def _on(device: torch.device, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Of what only a GPU can do nothing is asked of a CPU: results are as exact as they can be on another device."""
+    """Returns ``settings`` without those that only a GPU supports, if ``device`` is a CPU."""
     return {**settings, "capturable": False} if settings.get("capturable") and device.type == "cpu" else {**settings}
 
 

@@ -53,7 +53,7 @@ def largest_k(sizes: Sequence[int], total: int) -> int:
 
 @dataclass(frozen=True)
 class Division:
-    """How the ranks of one pipeline stage divide the bytes that they save.
+    """The division of saved bytes among the ranks of one pipeline stage.
 
     Attributes:
         ranks: Number of ranks of the stage.

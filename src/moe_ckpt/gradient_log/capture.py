@@ -22,6 +22,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from moe_ckpt.format.sealed import FixedStrings
 from moe_ckpt.gradient_log.optimizers import Update, copied_value, coupling_of
 from moe_ckpt.gradient_log.units import Unit
 from moe_ckpt.modeling.blocks import block_in
@@ -134,14 +135,14 @@ class GradientCapture:
         self._describe = describe
         self._consumer = consumer
         self._rounded = rounded
-        self._units: dict[tuple[int, int, int], tuple[torch.Tensor, Unit]] = {}
-        """By what a unit is made of: the tensor, which is kept so that no other has its number, optimizer and group."""
-        self._listed: dict[int, tuple[list[Unit], tuple[str, ...]]] = {}
+        self._parameters: dict[int, tuple[list[Unit], FixedStrings]] = {}
+        """Per optimizer, the units that had gradients in its last update, and the names of their parameters."""
         self._undo: list[Callable[[], None]] = []
-        self._listed_groups: list[list[torch.Tensor]] = []
-        self._tensors: dict[tuple[int, str], torch.Tensor] = {}
+        self._listed: list[list[torch.Tensor]] = []
+        """Tensors of each param group of all optimizers when ``_updated`` was made."""
         self._updated: list[list[tuple[Unit, torch.Tensor]]] = []
-        """Of each optimizer, what it updates."""
+        """Per optimizer, what it updates."""
+        self._tensors: dict[tuple[int, str], torch.Tensor] = {}
         for number, optimizer in enumerate(self._optimizers):
             self._hook(number, optimizer)
 
@@ -190,38 +191,32 @@ class GradientCapture:
         update = Update(number, groups, self._parameters_of(number, units), grad_scale, found_inf)
         return ConsumedGradients(update, units, gradients, stay=grad_scale is None)
 
-    def _parameters_of(self, number: int, units: list[Unit]) -> tuple[str, ...]:
-        """Listed once for as long as the same units have gradients: there may be thousands."""
-        entry = self._listed.get(number)
-        if entry is None or len(entry[0]) != len(units) or not all(map(is_, entry[0], units)):
+    def _parameters_of(self, number: int, units: list[Unit]) -> FixedStrings:
+        """Returns the names of parameters, made once for as long as the same units have gradients."""
+        before = self._parameters.get(number)
+        if before is None or len(before[0]) != len(units) or not all(map(is_, before[0], units)):
             names = dict.fromkeys(piece.parameter for unit in units for piece in unit.pieces)
-            entry = self._listed[number] = units, tuple(names)
-        return entry[1]
-
-    def _unit(self, number: int, group: int, parameter: torch.Tensor) -> Unit:
-        key = id(parameter), number, group
-        entry = self._units.get(key)
-        if entry is None:
-            entry = self._units[key] = parameter, self._describe(number, group, parameter)
-        return entry[1]
+            before = self._parameters[number] = units, FixedStrings(names)
+        return before[1]
 
     def units(self) -> tuple[Unit, ...]:
         """Returns all that the optimizers update here, in their order."""
-        return tuple(
-            self._unit(number, at, parameter)
-            for number, optimizer in enumerate(self._optimizers)
-            for at, group in enumerate(optimizer.param_groups)
-            for parameter in group["params"]
-        )
+        self.tensors()
+        return tuple(unit for updated in self._updated for unit, _ in updated)
 
     def tensors(self) -> dict[tuple[int, str], torch.Tensor]:
-        """Returns what is updated, by optimizer and name of the unit. Another object whenever a unit is another one."""
-        lists = [group["params"] for optimizer in self._optimizers for group in optimizer.param_groups]
-        if not _are_same(lists, self._listed_groups):
-            self._listed_groups = list(map(list, lists))
+        """Returns what is updated, by optimizer and name of the unit. Another object if param groups have changed."""
+        groups = [
+            (number, at, g["params"])
+            for number, o in enumerate(self._optimizers)
+            for at, g in enumerate(o.param_groups)
+        ]
+        lists = [parameters for *_, parameters in groups]
+        if not _are_same(lists, self._listed):
+            self._listed = list(map(list, lists))
             self._updated = [[] for _ in self._optimizers]
-            for unit, parameter in zip(self.units(), chain.from_iterable(lists), strict=True):
-                self._updated[unit.optimizer].append((unit, parameter))
+            for number, at, parameters in groups:
+                self._updated[number] += [(self._describe(number, at, p), p) for p in parameters]
             self._tensors = {(unit.optimizer, unit.name): p for updated in self._updated for unit, p in updated}
         return self._tensors
 

@@ -10,10 +10,10 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 import xxhash
@@ -93,16 +93,10 @@ class Densified:
     @property
     def inexact(self) -> str:
         """The reason why last bits may differ from the run's; empty if they do not."""
-        kinds = {device.type for device in self.trained_on}
-        if self.updates and kinds - {self.device.type}:
-            return f"the run made its updates on {_listed(self.trained_on)}, and this is {self.device}"
-        if self.updates and self.device not in self.trained_on:
-            return f"the run made its updates on {_listed(self.trained_on)}, and this is {self.device}: another model"
-        return ""
-
-
-def _listed(devices: Sequence[Device]) -> str:
-    return " and ".join(map(str, devices))
+        difference = f"the run made its updates on {' and '.join(map(str, self.trained_on))}, and this is {self.device}"
+        if self.updates and {device.type for device in self.trained_on} - {self.device.type}:
+            return difference
+        return f"{difference}: another model" if self.updates and self.device not in self.trained_on else ""
 
 
 def densify(
@@ -343,13 +337,9 @@ def commit_made(storage: Storage, of: Manifest, shares: Sequence[tuple[bytes, by
         operators={},
         states=(),
         window=(),
-        tokens=_all_saved(of.tokens),
+        # Every expert is stored as it was after the step.
+        tokens={**of.tokens, "saved": {Tier.STORAGE.value: of.tokens["applied"]}} if of.tokens else {},
         parts=(PartRecord(record.directory, record.nbytes, record.digest),),
     )
     write_named(storage, f"{manifest.directory}/{MANIFEST_NAME}", [manifest.encode()])
     return manifest
-
-
-def _all_saved(tokens: Mapping[str, Any]) -> dict[str, Any]:
-    """Every expert is stored as it was after the step."""
-    return {**tokens, "saved": {Tier.STORAGE.value: tokens["applied"]}} if tokens else {}

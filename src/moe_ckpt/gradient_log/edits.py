@@ -257,10 +257,7 @@ class EditWatch:
 
     def edited(self) -> Sequence[str]:
         """Returns the names of what was changed by others since ``forget``, until now."""
-        if self._marks and not self._has_looked:
-            self._renew()
-            self._look()
-            self._has_looked = True
+        self._look()
         return tuple(self._edited)
 
     def counts(self) -> Iterator[dict[str, Any]]:
@@ -270,14 +267,16 @@ class EditWatch:
                 yield {"optimizer": number, "state": kind, "units": names, "values": torch.stack(values)}
 
     def _look(self) -> None:
+        if not self._marks or self._has_looked:
+            return
+        self._has_looked = True
+        self._renew()
         marks = chain(self._marks.values(), [] if self._copies is None else [self._copies])
         self._edited |= dict.fromkeys(chain.from_iterable(mark.changed() for mark in marks))
 
     def forget(self) -> None:
         """The step was taken in, as it is now."""
-        if self._marks and not self._has_looked:
-            self._renew()
-            self._look()
+        self._look()
         self._has_looked, self._edited = False, {}
 
     def _renew(self) -> None:

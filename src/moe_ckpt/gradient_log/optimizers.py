@@ -120,7 +120,7 @@ class Update:
 
     optimizer: int
     groups: tuple[Mapping[str, Any], ...]
-    parameters: tuple[str, ...]
+    parameters: Sequence[str]
     grad_scale: torch.Tensor | None = None
     found_inf: torch.Tensor | None = None
 

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch.optim import Optimizer
 
-from moe_ckpt.core.operators import Catalog
+from moe_ckpt.core.operators import Catalog, Remembered
 from moe_ckpt.errors import ConfigError, UnsupportedError
-from moe_ckpt.format.sealed import FixedStrings
 from moe_ckpt.format.shard import GRADIENT, TORCH_DTYPES, itemsize
 from moe_ckpt.gradient_log.capture import ConsumedGradients, GradientCapture, GradientConsumer
 from moe_ckpt.gradient_log.edits import EditedSteps, EditWatch, Named
-from moe_ckpt.gradient_log.optimizers import OptimizerReplay, Update
+from moe_ckpt.gradient_log.optimizers import OptimizerReplay
 from moe_ckpt.gradient_log.replaying import LogReplayer
 from moe_ckpt.gradient_log.returning import LogReturn
-from moe_ckpt.gradient_log.units import Device, Unit, UnitBlock, UpdateLayout
+from moe_ckpt.gradient_log.units import Device, Tensors, Unit, UnitBlock, UpdateLayout
 from moe_ckpt.modeling.blocks import block_in
 from moe_ckpt.modeling.optimizer_state import class_name
 from moe_ckpt.policies.base import Policy, needs_of
@@ -72,20 +72,22 @@ class RunLog(GradientConsumer, GradientRecord):
         self._keys = tuple(range(len(self._optimizers)) if keys is None else keys)
         self._stored = needs.stored_gradients
         """Type that wider gradients are saved in, as named in headers, for they have been rounded to it."""
-        self._layout: tuple[object, Mapping[str, Any]] = None, {}
         self._capture: GradientCapture | None = None
         self._consumed: list[ConsumedGradients] = []
-        self._gradients: _Gradients | None = None
-        self._names: dict[Any, FixedStrings] = {}
         self._edits = EditWatch(self._optimizers, copies, gathered=gathered)
         self._edited_steps = EditedSteps(type(policy).__name__)
-        self._grouped: tuple[object, dict[tuple[int, str], int]] = None, {}
+        self._groups: dict[tuple[int, str], int] = {}
+        """(optimizer, name of a unit) -> number of its param group, after the step before."""
+        # What follows from the tensors of the training state, or of the optimizers, is made once for the same ones.
+        self._gradients_of = Remembered(partial(_Gradients, self._stored), most=1)
+        self._layout_of = Remembered(self._encoded_layout, most=1)
+        self._groups_of = Remembered(_groups, most=1)
 
     def begin(self) -> None:
         """Training begins."""
         self._capture = self._attach(self, None if self._stored is None else TORCH_DTYPES[self._stored])
         self._consumed.clear()
-        self._grouped = self._capture.tensors(), _groups_of(self._capture)
+        self._groups = self._groups_of(self._capture.tensors(), self._capture)
         self._edits.begin(self._capture)
 
     def close(self) -> None:
@@ -160,17 +162,19 @@ class RunLog(GradientConsumer, GradientRecord):
         Raises:
             UnsupportedError: An optimizer keeps state that is neither of its parameter's shape nor a count.
         """
-        if self._capture is None:
+        capture = self._capture
+        if capture is None:
             return StepGradients((), {"updates": [], "counts": []}, ())
-        edited, described = tuple(self._edited_names()), self._described_by(tensors)
+        edited, described = tuple(self._edited_names()), self._gradients_of(tensors)
         gradients = [
             described(unit, piece, gradient)
             for consumed in self._consumed
             for unit, gradient in zip(consumed.units, consumed.gradients, strict=True)
             for piece in unit.pieces
         ]
-        updates = [self._plain(consumed.update) for consumed in self._consumed]
-        plain = {"updates": updates, "counts": list(self._edits.counts()), "layout": self._layout_of(self._capture)}
+        updates = [{**vars(one.update), "groups": list(one.update.groups)} for one in self._consumed]
+        layout = self._layout_of(capture.tensors(), capture)
+        plain = {"updates": updates, "counts": list(self._edits.counts()), "layout": layout}
         return StepGradients(gradients, plain, edited)
 
     def edited(self, step: int) -> bool:
@@ -182,73 +186,42 @@ class RunLog(GradientConsumer, GradientRecord):
         return tuple(dict.fromkeys((*changed, *self._edits.edited(), *self._regrouped())))
 
     def _regrouped(self) -> Sequence[str]:
-        """What is in another param group than after the step before. Optimizers that have these groups cannot repeat
-        an update that was made without them."""
-        capture, (tensors, before) = self._capture, self._grouped
-        if capture is None or capture.tensors() is tensors:
+        """Returns what is in another param group than after the step before.
+
+        Optimizers that have these groups cannot repeat an update that was made without them.
+        """
+        if self._capture is None:
             return ()
-        now = _groups_of(capture)
-        return [name for number, name in before | now if before.get((number, name)) != now.get((number, name))]
+        before, now = self._groups, self._groups_of(self._capture.tensors(), self._capture)
+        return () if now is before else [key[1] for key in before | now if before.get(key) != now.get(key)]
 
     def forget(self) -> None:
         self._consumed.clear()
-        if self._capture is not None and self._capture.tensors() is not self._grouped[0]:
-            self._grouped = self._capture.tensors(), _groups_of(self._capture)
+        if self._capture is not None:
+            self._groups = self._groups_of(self._capture.tensors(), self._capture)
         self._edits.forget()
 
-    def _layout_of(self, capture: GradientCapture) -> Mapping[str, Any]:
-        """Made once for the same tensors."""
-        tensors = capture.tensors()
-        if self._layout[0] is not tensors:
-            updated = next(iter(tensors.values()), None)
-            device = Device.of(torch.device("cpu") if updated is None else block_in(updated.detach()).device)
-            layout = UpdateLayout(tuple(map(class_name, self._optimizers)), self._keys, capture.units(), device)
-            self._layout = tensors, layout.encoded()
-        return self._layout[1]
-
-    def _described_by(self, tensors: Sequence[StateTensor]) -> _Gradients:
-        """Made once for the same tensors."""
-        if self._gradients is None or self._gradients.tensors is not tensors:
-            self._gradients = _Gradients(tensors, self._stored)
-        return self._gradients
-
-    def _plain(self, update: Update) -> dict[str, Any]:
-        return {
-            "optimizer": update.optimizer,
-            "groups": [dict(group) for group in update.groups],
-            "parameters": self._fixed(update.parameters),
-            "grad_scale": update.grad_scale,
-            "found_inf": update.found_inf,
-        }
-
-    def _fixed(self, names: tuple[str, ...]) -> FixedStrings:
-        strings = self._names.get(names)
-        if strings is None:
-            if len(self._names) > _MOST_LISTS:
-                self._names.clear()
-            strings = self._names[names] = FixedStrings(names)
-        return strings
+    def _encoded_layout(self, tensors: Tensors, capture: GradientCapture) -> Mapping[str, Any]:
+        updated = next(iter(tensors.values()), None)
+        device = Device.of(torch.device("cpu") if updated is None else block_in(updated.detach()).device)
+        return UpdateLayout(tuple(map(class_name, self._optimizers)), self._keys, capture.units(), device).encoded()
 
 
-_MOST_LISTS = 64
-
-
-def _groups_of(capture: GradientCapture) -> dict[tuple[int, str], int]:
-    """(optimizer, name of a unit) -> number of its param group."""
+def _groups(tensors: Tensors, capture: GradientCapture) -> dict[tuple[int, str], int]:
     return {(unit.optimizer, unit.name): unit.group for unit in capture.units()}
 
 
 class _Gradients:
-    """Describes the gradients of blocks; what does not change from step to step is remembered.
+    """Describes the gradients of blocks. The descriptions do not change from step to step, and are cached.
 
     Args:
-        tensors: The training state. It tells who holds and writes each block: as of its optimizer state, or of the
-            weights where there is none.
-        stored: Type that wider gradients are saved in, as named in headers.
+        stored: Type in which wider gradients are saved, as named in headers; None for their own.
+        tensors: The training state. A gradient is held and written by the ranks that hold and write the optimizer state
+            of its block, or the weights if there is no state.
     """
 
-    def __init__(self, tensors: Sequence[StateTensor], stored: str | None) -> None:
-        self.tensors, self._stored = tensors, stored
+    def __init__(self, stored: str | None, tensors: Sequence[StateTensor]) -> None:
+        self._stored = stored
         self._templates: dict[_Region, StateTensor] = {}
         for tensor in tensors:
             region = tensor.parameter, tuple(tensor.offsets), tuple(tensor.local.shape)

@@ -499,7 +499,7 @@ def test_gradients_that_a_closure_computes_are_seen_when_it_returns(by_name):
     assert loss.item() == 12.0
     [(update, units, [gradient])] = copier.take()
     assert gradient.tolist() == [3.0] * 4
-    assert (update.parameters, units[0].name) == (("w",), "w")
+    assert (update.parameters, units[0].name) == (["w"], "w")
 
 
 def test_a_parameter_that_changes_its_group_or_is_replaced_is_described_anew():

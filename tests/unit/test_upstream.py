@@ -21,7 +21,7 @@ from moe_ckpt.errors import ConfigError, DamagedError, PeerLostError, ReplayDive
 from moe_ckpt.format.sealed import seal
 from moe_ckpt.localized import exchange
 from moe_ckpt.localized.boundary import Boundary
-from moe_ckpt.localized.exchange import Answers, KeptLogs, LogExchange, is_for
+from moe_ckpt.localized.exchange import Answers, LogExchange, is_for
 from moe_ckpt.localized.log_files import SEND, Channel, LogHeader, Message, decode_log, encode_log, sealed_logs
 from moe_ckpt.localized.recording import UpstreamLog
 from moe_ckpt.localized.segments import LocalRecovery
@@ -170,7 +170,7 @@ def test_logs_of_one_history_count(histories, gap, tmp_path):
         of_life.continue_history(history)
         one_step(of_life, step, (TO_NEXT, torch.ones(2)))
         of_life.close()
-    kept = KeptLogs((0,), tuple(sealed_logs(tmp_path)))
+    kept = sealed_logs(tmp_path)
     found = LogExchange(SoloCommunicator(), kept, LocalRecovery(3, (), ()), since=0, lives=range(3, 6))
     assert (found.history, found.gap) == (histories[-1], gap)
 
@@ -194,7 +194,7 @@ def without_memory(rank: int, world_size: int, path: str) -> tuple[str, float]:
     else:
         exchange.torch = Meagre()
     comm = GlooCommunicator(30.0)
-    kept = KeptLogs((0, 1), tuple(sealed_logs(Path(path))) if rank == 0 else ())
+    kept = sealed_logs(Path(path)) if rank == 0 else []
     found = LogExchange(comm, kept, LocalRecovery(1, (), (1,)), since=0, lives=range(HEADER.generation + 1))
     assert found.gap is None
     began = time.monotonic()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -18,7 +18,8 @@ from moe_ckpt.core.tokens import Counts
 from moe_ckpt.errors import CoverageError
 from moe_ckpt.format.manifest import Manifest, age_of, pruned
 from moe_ckpt.ledger.freshness import STALE
-from moe_ckpt.localized.exchange import KeptLogs, LogExchange, Received
+from moe_ckpt.localized.exchange import LogExchange, Received
+from moe_ckpt.localized.log_files import SealedLog
 from moe_ckpt.localized.segments import LocalRecovery, local_recoveries
 from moe_ckpt.notices import announce
 from moe_ckpt.ports import TrainingState
@@ -81,19 +82,31 @@ class _NoLogError(_AllGoBackError):
 
 
 class LocalAttempt:
-    """Tries to bring back some stages only. On every rank, on the training thread.
+    """Tries to let only some stages go back. On every rank, on the training thread.
 
     Args:
         recovery: Of all ranks.
-        memory: What slots hold.
-        logs: What was logged.
+        memory: The contents of memory slots.
+        stage_of: Pipeline stage of each rank.
+        logs: Logs of earlier lives of the run that this rank has.
+        diverged: True if on this rank a step that was computed again from logs was not what it was the first time, and
+            no step has ended since.
 
     Attributes:
-        part: This rank's; None unless ``make`` returned something.
+        part: This rank's part; None unless ``make`` returned something.
     """
 
-    def __init__(self, recovery: Recovery, memory: MemoryCheckpoints, logs: KeptLogs) -> None:
-        self._recovery, self._memory, self._logs = recovery, memory, logs
+    def __init__(
+        self,
+        recovery: Recovery,
+        memory: MemoryCheckpoints,
+        stage_of: Sequence[int],
+        logs: Sequence[SealedLog],
+        *,
+        diverged: bool,
+    ) -> None:
+        self._recovery, self._memory = recovery, memory
+        self._stage_of, self._logs, self._has_diverged = stage_of, logs, diverged
         self._kept_state = KeptState(memory, recovery.comm.world_size)
         self._tried = False
         self.part: LocalPart | None = None
@@ -102,33 +115,35 @@ class LocalAttempt:
         """Loads the newest step, or ``directory`` on ranks that go back. A collective.
 
         Args:
-            directory: Of the newest checkpoint that all ranks could return to.
+            directory: The newest checkpoint that all ranks could return to.
             opener: As of ``Recovery.attempt``.
 
         Returns:
-            What was restored; None if all ranks have to go back, and for all checkpoints but the first. A message says
-            why, if somebody need not have to.
+            The restored state; None if all ranks have to go back, and for all checkpoints but the first. If some ranks
+            had kept their state, a message says why they go back all the same.
         """
         tried, self._tried = self._tried, True
-        refusals: list[tuple[LocalRecovery, str]] = []
-        for local in () if tried else local_recoveries(self._logs.stage_of, self._kept_state.steps()):
+        refused: tuple[LocalRecovery, str] | None = None
+        for local in () if tried else local_recoveries(self._stage_of, self._kept_state.steps()):
             if age_of(directory)[1] > local.step:
                 break
             try:
                 return self._made(local, directory, opener)
             except _NoLogError as error:
-                refusals.append((local, str(error)))
+                refused = refused or (local, str(error))
                 continue
             except _AllGoBackError as error:
-                refusals = [(local, str(error))]
+                refused = local, str(error)
             except NotUsableError as error:
                 if error.problem is not None:
                     message = "rank %d cannot use the kept state of step %d: %s"
                     log.warning(message, self._recovery.comm.rank, local.step, error.problem)
-                refusals = [(local, f"rank {error.rank} cannot use its kept state; see its warning")]
+                refused = local, f"rank {error.rank} cannot use its kept state; see its warning"
             break
-        for local, why in refusals[:1]:
-            self._say_global(local, why)
+        if refused is not None and self._recovery.comm.rank == 0:
+            local, why = refused
+            keepers = len(self._stage_of) - len(local.ranks)
+            announce("%d ranks kept step %d, but all go back: %s", keepers, local.step, why, level=logging.WARNING)
         return None
 
     def _made(self, local: LocalRecovery, directory: str, opener: Opener | None) -> Restored | None:
@@ -138,7 +153,7 @@ class LocalAttempt:
         starts = max(share.starts for share in sealed.shares)
         if starts >= MOST_LOCAL_STARTS:
             raise _AllGoBackError(f"the last {starts} starts, in which some stages went back, completed no step")
-        if any(largest(comm, [self._logs.diverged])):
+        if any(largest(comm, [self._has_diverged])):
             raise _AllGoBackError(
                 "what some stages computed again, at a start since, was not what it had been the first time"
             )
@@ -161,7 +176,9 @@ class LocalAttempt:
             why = ", which it may not have ended" if step == local.step else ""
             raise _NoLogError(f"rank {rank} has no upstream log of step {step}{why}")
         together(comm, lambda: reader.prove(manifest))
-        retained = together(comm, self._kept_state.ask(sealed, local.ranks, reader, manifest, opened))
+        [described] = self._memory.describe([sealed], local.ranks)
+        kept = self._kept_state
+        retained = together(comm, lambda: kept.laid_over(sealed, described, reader, manifest, opened))
         together(comm, lambda: retained.reader.prove(retained.manifest))
         received = exchange.received()
         goes_back = comm.rank in local.ranks
@@ -214,14 +231,9 @@ class LocalAttempt:
         announce(
             "%d of %d ranks, of pipeline stage %s, go back to step %d (%s), and compute steps %d to %d again from the "
             "logs of their neighbours. The others keep step %d",
-            *(len(local.ranks), len(self._logs.stage_of), ", ".join(stages), since, manifest.directory),
+            *(len(local.ranks), len(self._stage_of), ", ".join(stages), since, manifest.directory),
             *(since + 1, local.step, local.step),
         )
-
-    def _say_global(self, local: LocalRecovery, why: str) -> None:
-        if self._recovery.comm.rank == 0:
-            keepers = len(self._logs.stage_of) - len(local.ranks)
-            announce("%d ranks kept step %d, but all go back: %s", keepers, local.step, why, level=logging.WARNING)
 
 
 def require_all_kept(retained: OpenedMemory, state: TrainingState, step: int) -> None:
@@ -292,31 +304,7 @@ class KeptState:
         sealed = (one for one in checkpoints_of(self._memory.shares) if one.is_parting)
         return next(one for one in sealed if (one.generation, one.step) == identity)
 
-    def ask(
-        self,
-        sealed: MemoryCheckpoint,
-        recounted: Collection[int],
-        reader: StoreReader,
-        manifest: Manifest,
-        opened: OpenedMemory | None,
-    ) -> Callable[[], OpenedMemory]:
-        """Hears from all ranks what they sealed of the newest step. A collective; reads no slice.
-
-        Args:
-            sealed: See ``of_step``.
-            recounted: Ranks that compute that step again. Its tokens are then without theirs, unless the ranks had
-                agreed on them.
-            reader: Of the older checkpoint.
-            manifest: Of the same. Of a sparse window, each operator is taken as of its anchor.
-            opened: The same, if memory gives something of it.
-
-        Returns:
-            Opens it; no collective. Raises ``MoECheckpointError`` if this rank cannot.
-        """
-        [described] = self._memory.describe([sealed], recounted)
-        return lambda: self._laid_over(sealed, described, reader, manifest, opened)
-
-    def _laid_over(
+    def laid_over(
         self,
         sealed: MemoryCheckpoint,
         described: SnapshotFacts,
@@ -324,6 +312,19 @@ class KeptState:
         manifest: Manifest,
         opened: OpenedMemory | None,
     ) -> OpenedMemory:
+        """Opens what ranks sealed of the newest step, laid over an older checkpoint. Reads no slice.
+
+        Args:
+            sealed: See ``of_step``.
+            described: What all ranks told of it. If they had not agreed on the tokens of that step, those of the ranks
+                that compute it again are missing.
+            reader: Of the older checkpoint.
+            manifest: Of the older checkpoint. Of a sparse window, each operator is taken as of its anchor.
+            opened: The older checkpoint, if memory has a part of it.
+
+        Raises:
+            MoECheckpointError: This rank cannot open it.
+        """
         memory, facts = self._memory, described.require_facts(sealed.step)
         is_last = manifest.step == sealed.step  # a window that ends with that step has its plain state as well
         [part] = memory.parts(sealed, [described], SURVIVORS_SUFFIX if is_last else "")
@@ -337,16 +338,12 @@ class KeptState:
         view.brought_to(described.contents, facts)
         beneath = opened.beneath if opened is not None else manifest
         whole = memory.whole(sealed, facts, view.operators, beneath)
-        states = tuple(state for state in part.states if state.rank in _own_writers(sealed))
+        own = {rank for snapshot in sealed.snapshots for rank, shares in snapshot.items() if not shares[0].is_lent}
+        states = tuple(state for state in part.states if state.rank in own)
         whole = replace(whole, states=manifest.states if is_last else states)
         whole = pruned(whole, view.files, {part.directory, manifest.directory} if is_last else {part.directory})
         overlaid, slots = memory.reading(whole, view.slots_of(whole), [part])
         return OpenedMemory(overlaid, slots, whole, beneath, view.fresh)
-
-
-def _own_writers(checkpoint: MemoryCheckpoint) -> set[int]:
-    """Ranks whose share is there as they sealed it themselves."""
-    return {writer for snapshot in checkpoint.snapshots for writer, shares in snapshot.items() if not shares[0].is_lent}
 
 
 class Rejoining:

@@ -5,8 +5,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 import xxhash
@@ -40,47 +39,36 @@ def is_for(channel: Channel, rank: int, alone: Collection[int], writer: int) -> 
     return writer == min(set(channel.ranks).difference(alone), default=-1)
 
 
-@dataclass(frozen=True)
-class KeptLogs:
-    """The logs of earlier lives of the run that this rank has now.
-
-    Attributes:
-        stage_of: Of each rank, its pipeline stage.
-        sealed_logs: The logs.
-        diverged: On this rank, what was computed again from logs was not what it was the first time, and no step has
-            ended since.
-    """
-
-    stage_of: tuple[int, ...]
-    sealed_logs: tuple[SealedLog, ...]
-    diverged: bool = False
-
-
 class LogExchange:
     """The exchange of logs among ranks. Made and used by all ranks, on the training thread.
 
     Args:
         comm: The ranks.
-        logs: This rank's.
-        recovery: Who computes steps again.
-        since: Step of the checkpoint that those load.
-        lives: Generations that logs may be of: from the checkpoint's to that of what survivors kept.
+        logs: Those of earlier lives of the run that this rank has.
+        recovery: The ranks that compute steps again, and up to which step.
+        since: Step of the checkpoint that these ranks load.
+        lives: Generations of usable logs: from that of the checkpoint to that of the survivors' state.
 
     Attributes:
-        history: Of the newest of these lives (``localized.log_files.LogHeader``); logs of another one do not count.
-        gap: What no rank has of what is needed; None if nothing lacks.
+        history: ``log_files.LogHeader.history`` of the newest of these lives; logs with another history are not used.
+        gap: The first needed log that no rank has; None if all are there.
 
     Raises:
         PeerLostError: A peer is gone.
     """
 
     def __init__(
-        self, comm: Communicator, logs: KeptLogs, recovery: LocalRecovery, since: int, lives: Collection[int]
+        self,
+        comm: Communicator,
+        logs: Iterable[SealedLog],
+        recovery: LocalRecovery,
+        since: int,
+        lives: Collection[int],
     ) -> None:
         self._comm, self._recovery = comm, recovery
         steps = range(since + 1, recovery.step + 1)
         mine: dict[tuple[int, int], SealedLog] = {}
-        for sealed in sorted(logs.sealed_logs, key=lambda one: one.header.generation):  # the newest life's counts
+        for sealed in sorted(logs, key=lambda one: one.header.generation):  # the newest life's counts
             head = sealed.header
             if head.world_size == comm.world_size and head.generation in lives and head.step in steps:
                 mine[head.rank, head.step] = sealed

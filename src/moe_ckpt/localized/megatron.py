@@ -13,7 +13,7 @@ from moe_ckpt.driver.run import Driver
 from moe_ckpt.errors import ConfigError, UnsupportedError
 from moe_ckpt.localized.attempt import LocalAttempt, LocalPart, Rejoining
 from moe_ckpt.localized.boundary import Boundary
-from moe_ckpt.localized.exchange import Answers, KeptLogs
+from moe_ckpt.localized.exchange import Answers
 from moe_ckpt.localized.interception import Interception
 from moe_ckpt.localized.log_files import LogHeader, sealed_logs
 from moe_ckpt.localized.recording import UpstreamLog
@@ -108,8 +108,8 @@ class PipelineStage(LocalizedRecovery):
     # --- a return in which some ranks keep their state ---
 
     def attempt(self, recovery: Recovery, memory: MemoryCheckpoints) -> Callable[[str, Opener | None], Restored | None]:
-        logs = KeptLogs(self._stage_of, self._earlier_logs, self._tier.files.diverged)
-        self._attempt = LocalAttempt(recovery, memory, logs)
+        diverged = self._tier.files.diverged
+        self._attempt = LocalAttempt(recovery, memory, self._stage_of, self._earlier_logs, diverged=diverged)
         return self._attempt.make
 
     def rejoin(self, joined: Restored) -> None:

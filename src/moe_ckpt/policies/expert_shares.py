@@ -171,7 +171,7 @@ class Stage:
         owners: ``[experts]`` owner of each expert, counted from 0.
         at: ``[experts]`` place of each expert in flattened counts ``[L * E]``.
         operators: ``[experts]`` place of each expert in the catalog.
-        division: How the stage's ranks divide bytes.
+        division: Of bytes among the ranks.
         shared: Bytes of all gates and non-experts; 0 if the stage is not weighed, as the next.
         largest: Bytes of the largest expert.
     """

@@ -300,7 +300,7 @@ class ProfileWriter:
 
     def __init__(self, path: str, catalog: Catalog, placement: Placement) -> None:
         self._path = path
-        self._catalog, self._placement, self._fingerprint = catalog, placement, catalog.fingerprint()
+        self._catalog, self._placement, self._fingerprint = catalog, placement, catalog.fingerprint
         self._idle = threading.Event()
         self._idle.set()
         self._model = encode_model(None)

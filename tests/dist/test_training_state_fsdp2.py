@@ -99,9 +99,9 @@ def body_fsdp(rank: int, world_size: int):
     with torch.no_grad():
         model(torch.randn(4, 8))  # leaves whole parameters in the root module's place
     assert not hasattr(model.scale, "placements"), "this torch reshards after validation: the next lines show less"
-    assert build_catalog(model).fingerprint() == plain_catalog.fingerprint()
+    assert build_catalog(model).fingerprint == plain_catalog.fingerprint
     state = TorchTrainingState(model, [opt])
-    assert build_catalog(model).fingerprint() == plain_catalog.fingerprint()
+    assert build_catalog(model).fingerprint == plain_catalog.fingerprint
     train(model, opt, 2, 10)
     with torch.no_grad():
         model(torch.randn(4, 8))

@@ -112,7 +112,7 @@ def test_spans_come_in_row_order():
 
 def test_fingerprint_depends_on_structure_and_on_nothing_else():
     model = catalog(2, 3)
-    assert model.fingerprint() == rebuilt(model, reversed(model.operators)).fingerprint()
+    assert model.fingerprint == rebuilt(model, reversed(model.operators)).fingerprint
     others = [catalog(2, 4), catalog(3, 3), catalog(2, 3, stacked=False)]
     others.append(Catalog(model.operators, model.layers, {**model.parameters, "embed.weight": (8, 4)}))
-    assert len({m.fingerprint() for m in [model, *others]}) == 5
+    assert len({m.fingerprint for m in [model, *others]}) == 5

@@ -7,8 +7,16 @@ from itertools import combinations, pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moe_ckpt.core.operators import Catalog, Operator, OperatorKind, Span
+from moe_ckpt.core.placement import everywhere
 from moe_ckpt.core.window import OperatorBytes
-from moe_ckpt.policies.rolling import even_slots
+from moe_ckpt.policies.rolling import Rounds
+
+
+def even_slots(sizes, most):
+    operators = tuple(Operator(op, OperatorKind.NON_EXPERT, (Span(op),)) for op in sizes)
+    catalog = Catalog(operators, (), dict.fromkeys(sizes, (1,)))
+    return Rounds(catalog, sizes, everywhere((), 1)).slots(most)
 
 
 def slot_bytes(slots, sizes):
@@ -31,14 +39,14 @@ def models(draw):
 
 def test_equal_operators_weigh_what_the_formula_says():
     sizes = {f"o{at}": OperatorBytes(12, 0, 2) for at in range(20)}
-    weights = slot_bytes(even_slots(tuple(sizes), sizes, 5), sizes)
+    weights = slot_bytes(even_slots(sizes, 5), sizes)
     assert set(weights) == {20 * (12 + 2 * 4) / 5}, "full/W + g (W - 1)/W of each parameter"
 
 
 @given(models(), st.integers(1, 6))
 def test_the_evenest_round(sizes, most):
     order = tuple(sizes)
-    found = even_slots(order, sizes, most)
+    found = even_slots(sizes, most)
     best = min(
         max(slot_bytes(cut, sizes)) for slots in range(1, min(most, len(order)) + 1) for cut in cuts(order, slots)
     )

@@ -219,8 +219,8 @@ class Catalog:
 
     @cached_property
     def all_experts(self) -> npt.NDArray[np.int64]:
-        """``[n, 2]``: ``(layer, expert)`` of all experts."""
-        return np.asarray(list(self.expert_at.values()), dtype=np.int64).reshape(-1, 2)
+        """``[n, 2]``: ``(layer, expert)`` of all experts, in catalog order."""
+        return self.layer_and_expert[self.is_expert]
 
     @cached_property
     def is_expert(self) -> npt.NDArray[np.bool_]:
@@ -230,7 +230,7 @@ class Catalog:
     @cached_property
     def expert_places(self) -> npt.NDArray[np.int64]:
         """``[L, E]``: the place of each expert among ``operators``; -1 where a layer has fewer."""
-        grid = np.full((len(self.layers), max((layer.experts for layer in self.layers), default=0)), -1)
+        grid = np.full(grid_of(self.layers), -1)
         for op, (layer, expert) in self.expert_at.items():
             grid[layer, expert] = self.index_of[op]
         return grid
@@ -277,12 +277,9 @@ class Catalog:
         sets = {name: frozenset(op.id for op, _ in pairs) for name, pairs in self.spans_of.items()}
         return {name: objects.setdefault(operators, operators) for name, operators in sets.items()}
 
+    @cached_property
     def fingerprint(self) -> str:
         """Hex digest of the model's structure; two models that can share a store have the same one."""
-        return self._fingerprint
-
-    @cached_property
-    def _fingerprint(self) -> str:
         digest = hashlib.sha256()
         for name in sorted(self.parameters):
             digest.update(f"{name}:{tuple(self.parameters[name])};".encode())

@@ -141,11 +141,6 @@ class ShardingUnit:
     def nbytes(self) -> int:
         return (self.stop - self.start) * self.row_bytes + self.whole_bytes
 
-    @cached_property
-    def whole_on(self) -> dict[int, tuple[RowRange, ...]]:
-        """Rank -> the parts where it writes all of it, made on first use: most units are never split."""
-        return _OnRank(self)
-
 
 @dataclass(frozen=True)
 class RowRange:
@@ -156,14 +151,10 @@ class RowRange:
     stop: int
 
 
-class _OnRank(dict[int, tuple[RowRange, ...]]):
-    def __init__(self, unit: ShardingUnit) -> None:
-        super().__init__()
-        self._start, self._stop = unit.start, unit.stop
-
-    def __missing__(self, rank: int) -> tuple[RowRange, ...]:
-        ranges = self[rank] = (RowRange(rank, self._start, self._stop),)
-        return ranges
+@lru_cache(maxsize=1 << 16)
+def _whole_on(rank: int, start: int, stop: int) -> tuple[RowRange, ...]:
+    """Returns the parts of a unit that is not split, as most are not."""
+    return (RowRange(rank, start, stop),)
 
 
 Parts = Mapping[Name, tuple[RowRange, ...]]
@@ -248,7 +239,7 @@ def _fill(
         load, rank = heap[0]
         if remaining <= grain_bytes or remaining <= level - load:
             heapq.heapreplace(heap, (load + remaining, rank))
-            assigned.append(unit.whole_on[rank])
+            assigned.append(_whole_on(rank, unit.start, unit.stop))
             continue
         parts, start = [], unit.start
         while True:

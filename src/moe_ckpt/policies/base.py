@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import filterfalse
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
-from moe_ckpt.core.operators import Catalog
+from moe_ckpt.core.operators import Catalog, Remembered
 from moe_ckpt.core.placement import Placement
 from moe_ckpt.core.save_budget import bytes_in_time
 from moe_ckpt.core.step import SnapshotPlan, Tier
@@ -420,6 +421,26 @@ def require_served(policy: Policy, *, gradients: bool = False) -> None:
         raise ConfigError(
             f"{type(policy).__name__} logs the gradients of each step (Needs.gradients), which only memory that "
             "outlives the process holds: give memory=moe_ckpt.Memory(...)"
+        )
+
+
+_unknown_sizes = Remembered(lambda everything, sizes: list(filterfalse(sizes.__contains__, everything)), most=4)
+
+
+def require_sizes(where: str, catalog: Catalog, sizes: Mapping[str, OperatorBytes], hint: str = "") -> None:
+    """Raises ``ConfigError`` unless ``sizes`` has every operator of the catalog.
+
+    Args:
+        where: Policy that needs them, for the message.
+        catalog: Of the model.
+        sizes: ``ModelFacts.sizes``.
+        hint: What to do, for the message.
+    """
+    unknown = _unknown_sizes(catalog.everything, sizes)
+    if unknown:
+        raise ConfigError(
+            f"{where}: ModelFacts.sizes must have every operator of the catalog, but {len(unknown)} are not there, "
+            f"such as {unknown[0]}{hint}"
         )
 
 

@@ -22,9 +22,25 @@ from moe_ckpt.policies.base import (
 )
 
 
+class _SavesEverything:
+    """Base class of policies that save every operator from the step ``next_due`` on."""
+
+    def check(self, catalog: Catalog) -> None:
+        """Accepts any model, also one without MoE layers."""
+
+    def plan(self, context: PolicyContext) -> SnapshotPlan:
+        step = context.run.step
+        everything = context.model.catalog.everything if step >= self.next_due(context) else ()
+        return SnapshotPlan(step, everything)
+
+    def next_due(self, context: PolicyContext) -> int:
+        """See ``Needs.next_due``."""
+        raise NotImplementedError
+
+
 @named_arguments
 @dataclass(frozen=True)
-class Dense:
+class Dense(_SavesEverything):
     """Save every operator at full fidelity every ``every_n_steps`` optimizer steps.
 
     Attributes:
@@ -39,12 +55,6 @@ class Dense:
     def __post_init__(self) -> None:
         require_positive("Dense", every_n_steps=self.every_n_steps)
 
-    def check(self, catalog: Catalog) -> None:
-        """Accepts any model, also one without MoE layers."""
-
-    def plan(self, context: PolicyContext) -> SnapshotPlan:
-        return _everything(context, due=self.next_due(context))
-
     @property
     def needs(self) -> Needs:
         return Needs(period_steps=self.every_n_steps, next_due=self.next_due)
@@ -57,22 +67,13 @@ class Dense:
         return {"name": "dense", **asdict(self)}
 
 
-def _everything(context: PolicyContext, due: int) -> SnapshotPlan:
-    """Saves everything from step ``due`` on."""
-    step = context.run.step
-    return SnapshotPlan(step, context.model.catalog.everything) if step >= due else SnapshotPlan(step)
-
-
-class _AsMeasured:
+class _AsMeasured(_SavesEverything):
     """Base class of policies whose interval follows from measurements."""
 
     profile_steps: ClassVar[int] = 10
     """Steps before the first checkpoint."""
     max_interval: ClassVar[int] = 1000
     """Upper bound on the steps between two checkpoints, so that one wrong measurement cannot stop saving."""
-
-    def check(self, catalog: Catalog) -> None:
-        """Accepts any model, also one without MoE layers."""
 
     def _steps(self, measured: Measured, least_secs: Callable[[float], float]) -> int | None:
         """Returns the steps between checkpoints; None while there is nothing to compute it from.
@@ -126,9 +127,6 @@ class CheckFreq(_AsMeasured):
         4.1).
         """
         return self._steps(measured, lambda cost: cost / self.max_overhead)
-
-    def plan(self, context: PolicyContext) -> SnapshotPlan:
-        return _everything(context, due=self.next_due(context))
 
     @property
     def needs(self) -> Needs:
@@ -186,9 +184,6 @@ class Gemini(_AsMeasured):
         mtbf = self.mtbf_secs or expected_mtbf_secs(len(context.run.faults), run_secs)
         formula = FORMULAS[self.every_n_steps]
         return self._steps(context.measured, lambda cost: formula(cost, mtbf))
-
-    def plan(self, context: PolicyContext) -> SnapshotPlan:
-        return _everything(context, due=self.next_due(context))
 
     @property
     def needs(self) -> Needs:

@@ -18,8 +18,7 @@ from moe_ckpt.core.placement import Placement
 from moe_ckpt.core.save_budget import Division, least_capacity
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.core.window import OperatorBytes
-from moe_ckpt.errors import ConfigError
-from moe_ckpt.policies.base import ALL_SENT, PolicyContext, Sends
+from moe_ckpt.policies.base import ALL_SENT, PolicyContext, Sends, require_sizes
 
 
 def layer_shares(risk: Sequence[int], sizes: Sequence[int], total: int, first: int = 0) -> tuple[int, ...]:
@@ -239,12 +238,9 @@ _stages = Remembered(lambda *facts: tuple(_each_stage(*facts)), most=4)
 
 
 def _each_stage(catalog: Catalog, placement: Placement, sizes: Mapping[str, OperatorBytes] | None) -> Iterator[Stage]:
-    unknown = [] if sizes is None else [op for op in catalog.everything if op not in sizes]
-    if unknown:
-        raise ConfigError(
-            f"ModelFacts.sizes must have every operator of the catalog, but {len(unknown)} are not there, such "
-            f"as {unknown[0]}; give MoEtion(experts=...), or MoC a number of experts, where sizes are not known"
-        )
+    if sizes is not None:
+        hint = "; give MoEtion a number of experts, or MoC a k, if sizes are not known"
+        require_sizes("MoEtion and MoC(k='auto')", catalog, sizes, hint)
     stage_of = placement.stage_of
     most = grid_of(catalog.layers)[1]
     layers_of: dict[int, list[MoELayer]] = {}

@@ -9,7 +9,6 @@ full at the step before.
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from itertools import filterfalse
 from typing import Any, ClassVar
 
 import numpy as np
@@ -19,8 +18,8 @@ from moe_ckpt.core.step import SnapshotPlan
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.core.user_text import named_arguments
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.policies.base import AS_CONSUMED, BF16, TOKENS, Needs, PolicyContext, Sends
-from moe_ckpt.policies.rolling import LogReport, Rounds, Slots, most_held_bytes_per_parameter
+from moe_ckpt.policies.base import AS_CONSUMED, BF16, TOKENS, Needs, PolicyContext, require_sizes
+from moe_ckpt.policies.rolling import LogReport, Rounds, most_held_bytes_per_parameter
 from moe_ckpt.policies.selectors import in_shape
 
 AUTO = "auto"
@@ -178,7 +177,8 @@ class GradientLog:
         if isinstance(self.window, int):
             return self.window
         most = min(self.most_window, rounds.most)
-        fitting = [window for window in range(1, most + 1) if self._fits(context, rounds, window)]
+        limits = {window: self._limit_bytes(context, rounds, window) or 0 for window in range(1, most + 1)}
+        fitting = [window for window, limit in limits.items() if max(rounds.rank_bytes(window)) <= limit]
         if not fitting:
             return most
         fewest = fitting[0]
@@ -188,37 +188,27 @@ class GradientLog:
         under_way = (window for window in little_longer if _keeps(rounds, window, context.memory.anchored_at))
         return next(under_way, fewest)
 
-    def _fits(self, context: PolicyContext, rounds: Rounds, window: int) -> bool:
-        copied = context.measured.copy_bytes(context.memory.budget_fraction)
-        if copied is None or max(rounds.rank_bytes(window)) > copied:
-            return False
-        sent = self._sent_bytes(context)
-        return sent is None or max(_sent(rounds, window, context.memory.sends)) <= sent
-
-    def _sent_bytes(self, context: PolicyContext) -> int | None:
-        """What a rank may send to peers in an iteration; None while not known, or where nothing is sent."""
-        if not context.memory.sends_copies:
-            return None
-        return context.measured.send_bytes(1, context.memory.budget_fraction)
-
     def _limit_bytes(self, context: PolicyContext, rounds: Rounds, window: int) -> int | None:
-        """Most bytes of a step: the copy's budget, or what of it peers can be sent where that is less."""
-        copied, sent = context.measured.copy_bytes(context.memory.budget_fraction), self._sent_bytes(context)
-        if copied is None or sent is None:
+        """Returns the most bytes of a step: what can be copied, or sent to peers if that is less; None if not known."""
+        measured, memory = context.measured, context.memory
+        copied = measured.copy_bytes(memory.budget_fraction)
+        sendable = measured.send_bytes(1, memory.budget_fraction) if memory.sends_copies else None
+        if copied is None or sendable is None:
             return copied
-        portion = max(_sent(rounds, window, context.memory.sends)) / max(1, *rounds.rank_bytes(window))
-        return min(copied, int(sent / portion)) if portion else copied
+        sends = memory.sends
+        weights = sends.shared_weights and sends.expert_weights
+        sent = max(rounds.rank_bytes(window, shared=sends.shared, experts=sends.experts, weights=weights))
+        return min(copied, sendable * max(rounds.rank_bytes(window)) // sent) if sent else copied
 
     # --- who is anchored ---
 
     def _everything(self, context: PolicyContext) -> SnapshotPlan:
         """A dense step, with those who will be anchored together in the round after it, as far as that is known now."""
         everything = context.model.catalog.everything
-        together: Slots = ()
-        if all(map(context.model.sizes.__contains__, everything)):
-            rounds = self._rounds(context)
-            together = rounds.slots(self._window(context, rounds))
-        return SnapshotPlan(context.run.step, everything, together=together)
+        if not context.model.sizes:
+            return SnapshotPlan(context.run.step, everything)
+        rounds = self._rounds(context)
+        return SnapshotPlan(context.run.step, everything, together=rounds.slots(self._window(context, rounds)))
 
     def _next(self, context: PolicyContext, rounds: Rounds, window: int, anchored_at: Counts) -> int:
         """Whose turn it is: that of the slot with the oldest anchor; of several, of that with most tokens."""
@@ -238,13 +228,8 @@ class GradientLog:
         return context.memory.anchored_at
 
     def _rounds(self, context: PolicyContext) -> Rounds:
-        unknown = list(filterfalse(context.model.sizes.__contains__, context.model.catalog.everything))
-        if unknown:
-            raise ConfigError(
-                f"GradientLog: ModelFacts.sizes must have every operator of the catalog, but {len(unknown)} are not "
-                f"there, such as {unknown[0]}"
-            )
         model = context.model
+        require_sizes("GradientLog", model.catalog, model.sizes)
         return _rounds(model.catalog, model.sizes, model.placement, model.coupled)
 
     def next_due(self, context: PolicyContext) -> int:
@@ -258,15 +243,6 @@ class GradientLog:
 def _keeps(rounds: Rounds, window: int, anchored_at: Counts) -> bool:
     """Whether what was anchored together lately is anchored together in rounds of ``window`` steps, too."""
     return all(anchored_at[slot].min() == anchored_at[slot].max() for slot in rounds.places(window))
-
-
-def _sent(rounds: Rounds, window: int, sends: Sends) -> tuple[int, ...]:
-    return rounds.rank_bytes(
-        window,
-        shared=sends.shared,
-        experts=sends.experts,
-        weights=sends.shared_weights and sends.expert_weights,
-    )
 
 
 def _tokens(context: PolicyContext, slots: tuple[Counts, ...]) -> list[int]:

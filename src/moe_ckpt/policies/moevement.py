@@ -9,7 +9,6 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import filterfalse
 from typing import Any, ClassVar
 
 from moe_ckpt.core.operators import Catalog
@@ -27,8 +26,8 @@ from moe_ckpt.core.window import (
     slot_plan,
 )
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.policies.base import Needs, PolicyContext, require_positive
-from moe_ckpt.policies.popularity import ORDERS, Ordering, Shares
+from moe_ckpt.policies.base import Needs, PolicyContext, require_positive, require_sizes
+from moe_ckpt.policies.popularity import ORDERS, Ordering
 from moe_ckpt.policies.selectors import storage_steps
 from moe_ckpt.policies.window_report import WindowReport
 
@@ -177,19 +176,8 @@ class MoEvement:
         return bytes_in_time(secs, _bytes_per_sec(context), fraction)
 
     def _begin(self, context: PolicyContext) -> Window:
+        require_sizes(self._name(), context.model.catalog, context.model.sizes)
         order, frequencies = self.ordering.order(context)
-        try:
-            return self._window(context, order, frequencies)
-        except KeyError:  # to ask for each of thousands at every window would take long
-            unknown = list(filterfalse(context.model.sizes.__contains__, order))
-            if not unknown:
-                raise
-            raise ConfigError(
-                f"{self._name()}: ModelFacts.sizes must have every operator of the catalog, but {len(unknown)} are "
-                f"not there, such as {unknown[0]}"
-            ) from None
-
-    def _window(self, context: PolicyContext, order: tuple[str, ...], frequencies: Shares | None) -> Window:
         if not context.model.coupled:
             former, slots = context.run.window, self._slots(order, context)
             # The same object if nothing has changed: caches go by identity.

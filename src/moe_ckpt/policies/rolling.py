@@ -10,15 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-
-import numpy as np
+from functools import cached_property, lru_cache
 
 from moe_ckpt.core.anchors import MOST_SLOTS
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.placement import Placement
 from moe_ckpt.core.tokens import Counts
-from moe_ckpt.core.window import Lane, OperatorBytes, balance, lanes_of, merge_coupled, side_by_side
+from moe_ckpt.core.window import Lane, OperatorBytes, lanes_of, merge_coupled, side_by_side
 
 Slots = tuple[tuple[str, ...], ...]
 """Per step of a round, the operators that are anchored."""
@@ -61,17 +59,6 @@ def most_held_bytes_per_parameter(window: int, gradient: float, full: float = 12
     return held_bytes_per_parameter(window, gradient, full, slots) + full * (window - 1) / window
 
 
-def even_slots(
-    order: Sequence[str], sizes: Mapping[str, OperatorBytes], most_slots: int
-) -> tuple[tuple[str, ...], ...]:
-    """Returns ``order`` cut into at most ``most_slots`` steps, of which the heaviest weighs as little as it can.
-
-    Raises:
-        ValueError: ``most_slots`` is below 1.
-    """
-    return balance(order, {op: OperatorBytes(_beyond_gradient(sizes[op]), 0) for op in order}, most_slots)
-
-
 def _beyond_gradient(size: OperatorBytes) -> int:
     """Returns the bytes that anchoring an operator costs beyond its gradient."""
     return max(0, size.full - size.consumed)
@@ -101,43 +88,36 @@ class Rounds:
         order, self._sizes, self._members = merge_coupled(catalog.everything, sizes, coupled)
         self._lanes = lanes_of(order, placement)
         self._catalog = catalog
-        self._cuts: dict[int, tuple[Slots, tuple[Counts, ...]]] = {}
-        self._parted: dict[int, tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]] = {}
-        self._weights: dict[tuple[int, bool, bool, bool], tuple[int, ...]] = {}
+        self._beyond_gradients = {op: OperatorBytes(_beyond_gradient(self._sizes[op]), 0) for op in order}
 
     @property
     def most(self) -> int:
         """Steps of the longest round: no step of it is without an anchor."""
         return max((len(lane.order) for lane in self._lanes), default=1)
 
+    @lru_cache(maxsize=64)  # noqa: B019 - rounds are few and stay; so are the next ones
+    def _cuts(self, window: int) -> tuple[Slots, ...]:
+        """Returns the slots of each lane. Each cut makes the heaviest step as light as it can be."""
+        return tuple(lane.balance(self._beyond_gradients, window) for lane in self._lanes)
+
+    @lru_cache(maxsize=64)  # noqa: B019
     def slots(self, window: int) -> Slots:
         """Returns the operators that are anchored at each of at most ``window`` steps."""
-        return self._cut(window)[0]
+        units = side_by_side(self._cuts(window))
+        return tuple(tuple(op for unit in slot for op in self._members[unit]) for slot in units)
 
+    @lru_cache(maxsize=64)  # noqa: B019
     def places(self, window: int) -> tuple[Counts, ...]:
-        """Returns the same as places in the catalog."""
-        return self._cut(window)[1]
+        """Returns ``slots`` as places in the catalog."""
+        return tuple(self._catalog.places_of(slot) for slot in self.slots(window))
 
+    @lru_cache(maxsize=64)  # noqa: B019
     def parted(self, window: int) -> tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]:
-        """Returns, for each step, the anchored operators and all others, in catalog order: the same objects each
-        time."""
-        if window not in self._parted:
-            parts = []
-            for places in self.places(window):
-                anchored = np.zeros(len(self._catalog.operators), dtype=bool)
-                anchored[places] = True
-                parts.append((self._catalog.ids_of(anchored), self._catalog.ids_of(~anchored)))
-            self._parted[window] = tuple(parts)
-        return self._parted[window]
+        """Returns for each step the anchored operators and all others, in catalog order: the same objects each time."""
+        masks = map(self._catalog.mask, self.slots(window))
+        return tuple((self._catalog.ids_of(anchored), self._catalog.ids_of(~anchored)) for anchored in masks)
 
-    def _cut(self, window: int) -> tuple[Slots, tuple[Counts, ...]]:
-        if window not in self._cuts:
-            units = side_by_side([even_slots(lane.order, self._sizes, window) for lane in self._lanes])
-            slots = tuple(tuple(op for unit in slot for op in self._members[unit]) for slot in units)
-            index_of = self._catalog.index_of
-            self._cuts[window] = slots, tuple(np.array([index_of[op] for op in slot], dtype=np.int64) for slot in slots)
-        return self._cuts[window]
-
+    @lru_cache(maxsize=64)  # noqa: B019
     def rank_bytes(
         self, window: int, *, shared: bool = True, experts: bool = True, weights: bool = True
     ) -> tuple[int, ...]:
@@ -145,21 +125,18 @@ class Rounds:
 
         Args:
             window: Steps of the round.
-            shared: What is no expert counts.
-            experts: Experts count.
-            weights: So do weights of what is anchored.
+            shared: Count gates and non-experts.
+            experts: Count experts.
+            weights: Count the weights of anchors.
         """
-        key = window, shared, experts, weights
-        if key not in self._weights:
-            is_expert = self._catalog.expert_at.__contains__
-            counted = {op for op, members in self._members.items() if (experts if is_expert(members[0]) else shared)}
-            cuts = [even_slots(lane.order, self._sizes, window) for lane in self._lanes]
-            steps = max(map(len, cuts), default=0)
-            sizes = self._sizes if weights else self._without_weights
-            loads = [_on_a_rank(lane, cut, sizes, counted) for lane, cut in zip(self._lanes, cuts, strict=True)]
-            padded = [[*load[1:], *load[:1] * (steps - len(load) + 1)] for load in loads]
-            self._weights[key] = tuple(map(max, zip(*padded, strict=True)))
-        return self._weights[key]
+        is_expert = self._catalog.expert_at.__contains__
+        counted = {op for op, members in self._members.items() if (experts if is_expert(members[0]) else shared)}
+        cuts = self._cuts(window)
+        steps = max(map(len, cuts), default=0)
+        sizes = self._sizes if weights else self._without_weights
+        loads = [_on_a_rank(lane, cut, sizes, counted) for lane, cut in zip(self._lanes, cuts, strict=True)]
+        padded = [[*load[1:], *load[:1] * (steps - len(load) + 1)] for load in loads]
+        return tuple(map(max, zip(*padded, strict=True)))
 
     @cached_property
     def _without_weights(self) -> dict[str, OperatorBytes]:

@@ -361,24 +361,13 @@ def sequential(context: PolicyContext, request: Request) -> Selection:
       belongs to rank ``p mod R``.
     """
     chosen_at = chosen_at_of(context, request.tier)
-    stored: list[Expert] = []
-    host_only: list[Expert] = []
-    chosen = _oldest(context, chosen_at, request)
-    for layer in context.model.catalog.layers:
-        experts = [(layer.index, expert) for expert in chosen[layer.index]]
-        stored.extend(experts[: request.k])
-        host_only.extend(experts[request.k :])
-    return Selection(tuple(stored), tuple(host_only))
-
-
-def _oldest(context: PolicyContext, chosen_at: Counts, request: Request) -> dict[int, list[int]]:
-    """Layer -> its ``snapshot_k`` oldest experts. Layers of one size are sorted together, which is much faster."""
-    chosen: dict[int, list[int]] = {}
-    for rows, orders in _orders(context.model.placement.owners):
-        column = rows[:, None]
-        oldest = _oldest_first(chosen_at[column, orders], rows * request.k, request.snapshot_k)
-        chosen.update(zip(rows.tolist(), orders[np.arange(len(rows))[:, None], oldest].tolist(), strict=True))
-    return chosen
+    chosen: list[list[int]] = [[] for _ in context.model.catalog.layers]
+    for rows, orders in _orders(context.model.placement.owners):  # layers of one size together, which is much faster
+        oldest = _oldest_first(chosen_at[rows[:, None], orders], rows * request.k, request.snapshot_k)
+        for row, experts in zip(rows.tolist(), orders[np.arange(len(rows))[:, None], oldest].tolist(), strict=True):
+            chosen[row] = experts
+    stored, host_only = ([experts[part] for experts in chosen] for part in (slice(request.k), slice(request.k, None)))
+    return Selection(_pairs(stored), _pairs(host_only))
 
 
 def _oldest_first(chosen_at: Counts, first: Counts, most: int) -> Counts:

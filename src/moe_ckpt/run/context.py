@@ -60,4 +60,4 @@ class RunContext:
     def model(self) -> ModelRecord:
         """Returns what manifests say of the model."""
         layers = tuple(LayerRecord(layer.name, layer.experts, layer.top_k) for layer in self.catalog.layers)
-        return ModelRecord(self.catalog.fingerprint(), layers, dict(self.aliases))
+        return ModelRecord(self.catalog.fingerprint, layers, dict(self.aliases))

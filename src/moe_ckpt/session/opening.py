@@ -94,7 +94,7 @@ def _open(
     patience_secs: float,
     ranks: int,
 ) -> tuple[str, int, StoreKeeper]:
-    fingerprint = catalog.fingerprint()
+    fingerprint = catalog.fingerprint
     storage.probe()
     lock.acquire()
     try:

@@ -634,6 +634,8 @@ def test_what_travels_beside_tensors_is_plain_data():
     update, kind, unit = run.log.made[2][0], run.log.kinds[0], run.log.units[3]
     for given in (update, kind, unit):
         plain = dict([kind]) if given is kind else {field.name: getattr(given, field.name) for field in fields(given)}
+        if given is update:
+            plain["parameters"] = list(update.parameters)
         if given is unit:
             plain["pieces"] = [(p.parameter, p.box.offsets, p.box.shape, p.stride, p.start) for p in unit.pieces]
         encoded, tensors = encode_tree(plain)

@@ -364,7 +364,7 @@ def test_the_window_that_is_made_longer_does_fit():
 
 
 def test_sizes_must_be_complete():
-    with pytest.raises(ConfigError, match=r"11 are not there, such as expert/0/0"):
+    with pytest.raises(ConfigError, match=r"11 are not there, such as non_expert/embed"):
         MoEvement().plan(facts(sizes={}))
 
 

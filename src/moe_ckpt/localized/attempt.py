@@ -177,8 +177,8 @@ class LocalAttempt:
             raise _NoLogError(f"rank {rank} has no upstream log of step {step}{why}")
         together(comm, lambda: reader.prove(manifest))
         [described] = self._memory.describe([sealed], local.ranks)
-        kept = self._kept_state
-        retained = together(comm, lambda: kept.laid_over(sealed, described, reader, manifest, opened))
+        lay_over = self._kept_state.laid_over
+        retained = together(comm, lambda: lay_over(sealed, described, reader, manifest, opened))
         together(comm, lambda: retained.reader.prove(retained.manifest))
         received = exchange.received()
         goes_back = comm.rank in local.ranks
@@ -338,8 +338,8 @@ class KeptState:
         view.brought_to(described.contents, facts)
         beneath = opened.beneath if opened is not None else manifest
         whole = memory.whole(sealed, facts, view.operators, beneath)
-        own = {rank for snapshot in sealed.snapshots for rank, shares in snapshot.items() if not shares[0].is_lent}
-        states = tuple(state for state in part.states if state.rank in own)
+        writers = {rank for snapshot in sealed.snapshots for rank, shares in snapshot.items() if not shares[0].is_lent}
+        states = tuple(state for state in part.states if state.rank in writers)
         whole = replace(whole, states=manifest.states if is_last else states)
         whole = pruned(whole, view.files, {part.directory, manifest.directory} if is_last else {part.directory})
         overlaid, slots = memory.reading(whole, view.slots_of(whole), [part])

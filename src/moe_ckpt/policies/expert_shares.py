@@ -239,7 +239,7 @@ _stages = Remembered(lambda *facts: tuple(_each_stage(*facts)), most=4)
 
 def _each_stage(catalog: Catalog, placement: Placement, sizes: Mapping[str, OperatorBytes] | None) -> Iterator[Stage]:
     if sizes is not None:
-        hint = "; give MoEtion a number of experts, or MoC a k, if sizes are not known"
+        hint = "; give MoEtion(experts=...), or MoC a number of experts, if sizes are not known"
         require_sizes("MoEtion and MoC(k='auto')", catalog, sizes, hint)
     stage_of = placement.stage_of
     most = grid_of(catalog.layers)[1]

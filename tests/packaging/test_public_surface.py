@@ -55,7 +55,7 @@ SURFACE = {
 """Module -> its ``__all__``. Every package with an ``__all__`` is listed."""
 
 ERRORS = (
-    "ConfigError CoverageError DamagedError FilesGoneError FormatVersionError HostMemoryError "
+    "ConfigError CoverageError DamagedError DeviceMemoryError FilesGoneError FormatVersionError HostMemoryError "
     "MemoryFullError MemoryGoneError MissingPackageError MoECheckpointError NoCheckpointError NotFiniteError "
     "OtherLayoutError PeerLostError RecoveryLoopError ReplayDivergedError SaveFailedError StepRemovedError StoreError "
     "StoreForbiddenError StoreInUseError StoreUnreadableError StoreUnwritableError UnencodableStateError "

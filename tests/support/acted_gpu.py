@@ -35,6 +35,8 @@ from torch.utils._pytree import tree_map_only
 
 CUDA = torch.device("cuda", 0)
 RUBBISH = 0x5A
+TOTAL = 80 << 30
+"""Bytes of the device."""
 LOCKING_SECS_PER_BYTE = 0.4e-9
 """As measured on an H100: 0.4 s for each GB."""
 _GLOBAL = 0
@@ -44,6 +46,10 @@ _ALREADY_LOCKED, _NOT_LOCKED, _NO_MEMORY = 712, 713, 2
 _READS = {"__array__", "__bool__", "__contains__", "__float__", "__format__", "__index__", "__int__", "__repr__"}
 _READS |= {"allclose", "equal", "is_nonzero", "item", "numpy", "tolist"}
 """Functions of torch that give Python values of a tensor's elements."""
+_KEPT_NBYTES = 512
+"""So much is made on a full device, too: torch has it from tensors that are gone."""
+_MAKES = {"empty", "empty_like", "full", "ones", "ones_like", "zeros", "zeros_like"}
+"""Functions of torch that make a tensor."""
 _SIZED_BY_VALUES = ("_local_scalar_dense", "_unique2", "equal", "is_nonzero", "masked_select", "nonzero")
 """Kernels whose result the host needs before it can go on, whatever function calls them."""
 
@@ -133,7 +139,8 @@ class ActedGPU(TorchFunctionMode):
         locking_secs_per_byte: What that costs.
         disturbances: (name of the thread, call) of what ended a capture.
         meanwhile: The same, of what would have, had its thread not left captures of others alone.
-        is_full: Another process has taken all memory of the device: nothing is gathered, laid out or converted there.
+        is_full: Another process has taken all memory of the device: nothing is made, gathered, laid out or converted
+            there.
         refusals: How many of the next calls that lock memory fail, for want of memory.
     """
 
@@ -177,6 +184,7 @@ class ActedGPU(TorchFunctionMode):
         names = {"Event": Event, "Stream": Stream, "current_stream": lambda *_: self.stream, "stream": self._on_stream}
         names["synchronize"] = lambda *_: self.note("torch.cuda.synchronize")
         names |= {"cudart": lambda: _Runtime(self), "check_error": _check_error}
+        names |= {"mem_get_info": lambda *_: (0 if self.is_full else TOTAL, TOTAL), "memory_reserved": lambda *_: 0}
         names["get_device_name"] = lambda *_: "an acted GPU"
         for name, acted in names.items():
             self._stack.enter_context(mock.patch.object(torch.cuda, name, acted))
@@ -308,6 +316,7 @@ class ActedGPU(TorchFunctionMode):
             self.pages += pages_touched() - pages
         else:
             result = func(*args, **kwargs)
+        self._require_room(not (there and getattr(func, "__name__", "") in _MAKES and result.nbytes > _KEPT_NBYTES))
         if not there or isinstance(result, (int, bool, str, torch.dtype, torch.Size)):
             return result
         return self.take(result) if isinstance(result, torch.Tensor) else tree_map_only(torch.Tensor, self.take, result)
@@ -347,6 +356,7 @@ class ActedGPU(TorchFunctionMode):
     def _copy(self, func: Any, into: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
         if self.holds(into) or not self.holds(source):
             if self.holds(into) and not self.holds(source):
+                self._require_room(into.is_contiguous() and source.dtype == into.dtype)
                 self.arrivals.append((source.numel() * source.element_size(), self._is_pinned(source)))
             return func(into, source)
         self._require_room(source.is_contiguous() and source.dtype == into.dtype)

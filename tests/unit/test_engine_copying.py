@@ -434,7 +434,7 @@ def test_a_device_times_its_copies_by_itself_however_late_somebody_looks():
 
 def test_a_device_that_others_have_filled_is_copied_all_the_same(caplog):
     """Small tensors one by one, what is strided or converted by way of the host. It is said once."""
-    copying._say_full.cache_clear()
+    copying.say_full.cache_clear()
     many = [torch.randn(300, 100) for _ in range(6)]
     strided = [torch.randn(40, 30).t(), torch.randn(50, 8)[:, 3:5], torch.randn(9, 2)[:, 1]]
     pieces = [piece(f"model/{at}", source) for at, source in enumerate([*many, *strided])]

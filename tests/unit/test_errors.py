@@ -19,6 +19,7 @@ EXAMPLES = [
     errors.StoreInUseError("/store", "pid 7"),
     errors.SaveFailedError(3, ("disk full",)),
     errors.HostMemoryError(10, 5),
+    errors.DeviceMemoryError("cuda:0", 10, 5, 20, 80),
     errors.PeerLostError(1, "all ranks", 60.0, "Timed out", "See there"),
     errors.UnencodableStateError("callbacks/x", "Thing"),
     errors.NoCheckpointError("nothing here"),

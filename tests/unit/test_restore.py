@@ -124,6 +124,31 @@ class _Prepared:
         pass
 
 
+STRIDED = {
+    "whole": lambda tensor: tensor,
+    "transposed": lambda tensor: tensor.transpose(0, 1),
+    "columns": lambda tensor: tensor[:, 1:3],
+    "a column of a transposed one": lambda tensor: tensor.permute(2, 0, 1)[..., 1],
+    "every other one": lambda tensor: tensor[::2, ::2],
+    "one": lambda tensor: tensor[1, 2, 3],
+}
+
+
+@pytest.mark.parametrize("kind", STRIDED)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bytes_reach_a_gpu_that_another_process_has_filled(kind, dtype):
+    """It has no room to lay out or convert what comes, so each piece of its memory is written by itself."""
+    memory = torch.full((4, 5, 6), -1.0)
+    expected = memory.clone()
+    values = torch.rand_like(STRIDED[kind](memory)).to(dtype)
+    STRIDED[kind](expected).copy_(values)
+    with ActedGPU() as gpu:
+        gpu.take(memory)
+        gpu.is_full = True
+        restoring._copy(STRIDED[kind](memory), values, non_blocking=False)
+    assert torch.equal(memory, expected)
+
+
 def test_nothing_of_a_damaged_run_of_slices_is_used(tmp_path, monkeypatch):
     """Other runs may be: they are read at the same time. What is written to is known to torch as changed."""
     example(tmp_path, world_size=1)

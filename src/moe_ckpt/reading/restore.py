@@ -13,15 +13,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from moe_ckpt.errors import ConfigError, CoverageError
+from moe_ckpt.errors import ConfigError, CoverageError, DeviceMemoryError
 from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.format.shard import TORCH_DTYPES
 from moe_ckpt.ledger.coverage import Box
 from moe_ckpt.memory.mapping import copy_alone, page_locked
-from moe_ckpt.ports import StateTensor, TensorSpec, TrainingState
+from moe_ckpt.ports import StateTensor, TensorMeta, TensorSpec, TrainingState
 from moe_ckpt.reading.index import StoredSlice, TensorIndex, overlapping, split_key
 from moe_ckpt.reading.reader import StoreReader
 from moe_ckpt.reading.slices import RUN_NBYTES, block, find_damage
+from moe_ckpt.slices.copying import say_full
 
 if TYPE_CHECKING:
     from moe_ckpt.reading.shared_reading import SharedReading
@@ -149,6 +150,32 @@ def verify_needed(
         reader.note_verified(stored)
 
 
+def prepare_state(state: TrainingState, stored: Mapping[str, TensorMeta]) -> None:
+    """Does ``state.prepare(stored)``.
+
+    Raises:
+        DeviceMemoryError: This rank's device has no room for the optimizer state.
+    """
+    try:
+        state.prepare(stored)
+    except torch.OutOfMemoryError as error:
+        there = {tensor.key for tensor in state.tensors()}
+        missing: dict[str, list[TensorMeta]] = {}
+        for key, meta in stored.items():
+            if key not in there:
+                missing.setdefault(split_key(key).fqn, []).append(meta)
+        updated = [tensor for tensor in parameters_of(state) if tensor.updated_here and tensor.local.is_cuda]
+        needed = sum(
+            tensor.local.numel() * TORCH_DTYPES[meta.dtype].itemsize
+            for tensor in updated
+            for meta in missing.get(tensor.parameter, ())
+            if meta.global_shape == tuple(tensor.global_shape)
+        )
+        device = updated[0].local.device
+        free, total = torch.cuda.mem_get_info(device)
+        raise DeviceMemoryError(str(device), needed, free, torch.cuda.memory_reserved(device), total) from error
+
+
 def copy_slices(reader: StoreReader, stored_of: StoredByKey, tensors: Sequence[StateTensor]) -> None:
     """Writes this rank's part of the stored slices into the live tensors."""
     write_targets(reader, targets_of(stored_of, tensors))
@@ -197,12 +224,31 @@ def write_slice(
             rows = source.view(source.shape or (1,)), target.view(target.shape or (1,))
             count = max(1, RUN_NBYTES * len(rows[0]) // source.nbytes)
             for some, into in zip(*(torch.split(tensor, count) for tensor in rows), strict=True):
-                into.copy_(page_locked(some.contiguous()), non_blocking=True)
+                _copy(into, page_locked(some.contiguous()), non_blocking=True)
         elif not target.is_cuda and _lie_alike(target, source):
             copy_alone(target, source)
             torch.autograd.graph.increment_version(target)
         else:
-            target.copy_(source, non_blocking=locked)
+            _copy(target, source, non_blocking=locked)
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor, *, non_blocking: bool) -> None:
+    """Copies between tensors of one shape; also to a device that has no room to lay the values out."""
+    try:
+        target.copy_(source, non_blocking=non_blocking)
+    except torch.OutOfMemoryError:
+        say_full()
+        order = sorted(range(target.dim()), key=target.stride, reverse=True)
+        _copy_runs(target.permute(order), source.to(target.dtype).permute(order))
+
+
+def _copy_runs(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copies what lies in one piece of a device's memory by one call, which takes no memory there."""
+    if target.is_contiguous():
+        target.copy_(source.contiguous())
+        return
+    for part, values in zip(target, source, strict=True):
+        _copy_runs(part, values)
 
 
 def _lie_alike(target: torch.Tensor, source: torch.Tensor) -> bool:

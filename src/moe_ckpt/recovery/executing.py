@@ -31,6 +31,7 @@ from moe_ckpt.reading.restore import (
     check_match,
     needed_slices,
     parameters_of,
+    prepare_state,
     require_fitting,
     verify_needed,
 )
@@ -212,9 +213,9 @@ class StorageSource:
             verify_needed(self._reader, kind, parameters_of(state), self.shared)
 
     def prepare(self, state: TrainingState) -> None:
-        """Creates the optimizer state that the checkpoint has, before anything is written."""
+        """Creates the optimizer state that the checkpoint has, before anything is written. Raises: ``prepare_state``."""
         index = self._index
-        state.prepare({key: index.meta(key) for key in index.tensors if not key.startswith(MODEL)})
+        prepare_state(state, {key: index.meta(key) for key in index.tensors if not key.startswith(MODEL)})
         state.tensors()
         check_match(self._manifest, index, state.specs(), index.tensors)
 

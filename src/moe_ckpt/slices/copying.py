@@ -198,12 +198,13 @@ def _gathered_there(sources: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
     try:
         return (torch.cat(list(sources)),)
     except torch.OutOfMemoryError:
-        _say_full()
+        say_full()
         return sources
 
 
 @cache
-def _say_full() -> None:
+def say_full() -> None:
+    """Warns, once, that a device has no memory for copies to begin or to end in."""
     log.warning(
         "the GPU has no memory left, not even a few MB to gather small tensors in: they are copied one by one, and "
         "what does not lie in one piece by way of the host, which takes longer. Does another process use this GPU?"
@@ -265,7 +266,7 @@ def transfer(source: torch.Tensor, memory: torch.Tensor, dtype: torch.dtype, sha
     try:
         _transfer(source, memory, dtype, shape)
     except torch.OutOfMemoryError:
-        _say_full()
+        say_full()
         memory.view(dtype).view(tuple(shape)).copy_(_on_host(source))
 
 

@@ -17,7 +17,7 @@ from moe_ckpt.format.manifest import Manifest, state_path
 from moe_ckpt.ports import StateTensor, TensorMeta, TrainingState
 from moe_ckpt.reading.index import StoredSlice, TensorIndex
 from moe_ckpt.reading.reader import StoreReader
-from moe_ckpt.reading.restore import MODEL, require_fitting
+from moe_ckpt.reading.restore import MODEL, prepare_state, require_fitting
 from moe_ckpt.reading.shared_reading import load_slices
 from moe_ckpt.recovery.executing import Recovery, Restored, StorageSource
 from moe_ckpt.recovery.replay import Plain, StepReplay
@@ -66,7 +66,7 @@ class WindowReplay(StepReplay):
         step = self.upcoming_step
 
         def prepared() -> Sequence[StateTensor]:
-            self._state.prepare(self._optimizer_tensors)
+            prepare_state(self._state, self._optimizer_tensors)
             return self._state.tensors()
 
         load_slices(self._reader, self._stored(step), prepared, self.shared)

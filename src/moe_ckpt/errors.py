@@ -418,10 +418,10 @@ class DeviceMemoryError(StoreError, MemoryError):
     def __init__(self, device: str, needed_bytes: int, free_bytes: int, own_bytes: int, total_bytes: int) -> None:
         super().__init__(
             f"{device} has {free_bytes:,} bytes free, but the optimizer state of the checkpoint needs "
-            f"{needed_bytes:,} more there. Of its {total_bytes:,} bytes this process has {own_bytes:,}, and others, with "
-            f"what CUDA itself takes, {max(0, total_bytes - free_bytes - own_bytes):,}. If another process uses the "
-            "card (nvidia-smi lists them), end it, and start again: the checkpoint is as it was. Else let this card "
-            "have less of the model"
+            f"{needed_bytes:,} more there. Of its {total_bytes:,} bytes this process has {own_bytes:,}, and others, "
+            f"with what CUDA itself takes, {max(0, total_bytes - free_bytes - own_bytes):,}. If another process uses "
+            "the card (nvidia-smi lists them), end it, and start again: the checkpoint is as it was. Else let this "
+            "card have less of the model"
         )
         self.needed_bytes = needed_bytes
         self.free_bytes = free_bytes

@@ -159,10 +159,10 @@ def prepare_state(state: TrainingState, stored: Mapping[str, TensorMeta]) -> Non
     try:
         state.prepare(stored)
     except torch.OutOfMemoryError as error:
-        there = {tensor.key for tensor in state.tensors()}
+        made = {tensor.key for tensor in state.tensors()}
         missing: dict[str, list[TensorMeta]] = {}
         for key, meta in stored.items():
-            if key not in there:
+            if key not in made:
                 missing.setdefault(split_key(key).fqn, []).append(meta)
         updated = [tensor for tensor in parameters_of(state) if tensor.updated_here and tensor.local.is_cuda]
         needed = sum(

@@ -213,7 +213,11 @@ class StorageSource:
             verify_needed(self._reader, kind, parameters_of(state), self.shared)
 
     def prepare(self, state: TrainingState) -> None:
-        """Creates the optimizer state that the checkpoint has, before anything is written. Raises: ``prepare_state``."""
+        """Creates the optimizer state that the checkpoint has, before anything is written.
+
+        Raises:
+            DeviceMemoryError: There is no room for it.
+        """
         index = self._index
         prepare_state(state, {key: index.meta(key) for key in index.tensors if not key.startswith(MODEL)})
         state.tensors()

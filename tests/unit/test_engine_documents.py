@@ -96,6 +96,18 @@ def test_opening_a_store_whose_documents_have_grown(tmp_path, nbytes, memory):
     assert memory() < 32 << 20
 
 
+def test_a_step_directory_is_no_store(tmp_path):
+    example(tmp_path)
+    step = tmp_path / "step_00000003"
+    files = {path.name: path.stat().st_mtime_ns for path in step.iterdir()}
+    storage = LocalStorage(step)
+    lock = StoreLock(storage, "test")
+    with pytest.raises(StoreError, match=f"{step} is one checkpoint, step_00000003, of the store {tmp_path}: name"):
+        open_store(storage, catalog(1, 4), SoloCommunicator(), lock, RetentionPolicy())
+    assert not lock.held
+    assert {path.name: path.stat().st_mtime_ns for path in step.iterdir()} == files
+
+
 def test_a_header_is_read_only_where_it_may_be_one(tmp_path, memory):
     run = example(tmp_path)
     record = run.manifests["step_00000003"].files[0]

@@ -21,7 +21,7 @@ from moe_ckpt.errors import (
     StoreError,
     StoreUnwritableError,
 )
-from moe_ckpt.format.manifest import STORE_NAME, parse_step_dir
+from moe_ckpt.format.manifest import MANIFEST_NAME, PART_NAME, STORE_NAME, parse_step_dir
 from moe_ckpt.format.run_records import Identity
 from moe_ckpt.ledger.retention import RetentionPolicy
 from moe_ckpt.ports import Communicator
@@ -60,7 +60,7 @@ def open_store(
         The store's run, the generation that this life of it writes under, and rank 0's keeper.
 
     Raises:
-        StoreError: the directory belongs to another model.
+        StoreError: the directory belongs to another model, or is a step directory.
         StoreInUseError: another run holds the lock.
         StoreUnwritableError: the directory cannot be created or written.
         StoreError: on the other ranks, with rank 0's message.
@@ -95,6 +95,9 @@ def _open(
     ranks: int,
 ) -> tuple[str, int, StoreKeeper]:
     fingerprint = catalog.fingerprint
+    if {MANIFEST_NAME, PART_NAME} & set(storage.list()):
+        store, _, step = str(storage.root).rpartition("/")
+        raise StoreError(f"{storage.root} is one checkpoint, {step}, of the store {store}: name {store} as dirpath")
     storage.probe()
     lock.acquire()
     try:

@@ -112,6 +112,24 @@ def prepared(loop: Loop, fabric: Any, net: nn.Module, optimizers: list[Any]) -> 
     return net, optimizers, torch.Tensor.backward, contextlib.nullcontext
 
 
+class AverageOfBlocks:
+    """A moving average of FSDP2's parameters, which are DTensors."""
+
+    def __init__(self, net: nn.Module) -> None:
+        self._values = {name: parameter.detach().clone() for name, parameter in net.named_parameters()}
+
+    def update_parameters(self, net: nn.Module) -> None:
+        for name, parameter in net.named_parameters():
+            self._values[name].lerp_(parameter.detach(), 0.1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"values": self._values}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, value in state["values"].items():
+            self._values[name].copy_(value)
+
+
 def lived(rank: int, world_size: int, root: str, loop: Loop, kill: Kill | None = None) -> dict[str, Any]:
     """The state at the end; a process that is killed returns nothing."""
     killer = Killer(kill, rank, f"{root}/store")
@@ -147,9 +165,11 @@ def lived(rank: int, world_size: int, root: str, loop: Loop, kill: Kill | None =
     net, given, backward, batch = prepared(loop, fabric, net, optimizers)
     schedules = [torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, loop.steps) for optimizer in optimizers]
     stateful: dict[str, Any] = {"data": sampler or loader, **{f"schedule {n}": s for n, s in enumerate(schedules)}}
-    average = None
+    average: Any = None
     if loop.sharding == "none":
         average = stateful["average"] = AveragedModel(inner, multi_avg_fn=get_ema_multi_avg_fn(0.9))
+    elif loop.sharding == "fsdp2":
+        average = stateful["average"] = AverageOfBlocks(inner)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10, growth_interval=5) if loop.scaler else None
     if scaler is not None:
         stateful["scaler"] = scaler
@@ -210,6 +230,7 @@ def lived(rank: int, world_size: int, root: str, loop: Loop, kill: Kill | None =
         for at, entries in sorted(optimizer.state_dict()["state"].items()):
             tensors |= {f"optimizer {number}/{at}/{key}": whole(value) for key, value in sorted(entries.items())}
     if average is not None:
-        tensors |= {f"average/{key}": value for key, value in average.state_dict().items()}
+        values = average.state_dict()
+        tensors |= {f"average/{key}": whole(value) for key, value in values.get("values", values).items()}
     tensors["rng"] = torch.get_rng_state()
     return state | {"plt": tokens.plt, "owed": [record.owed_tokens or 0 for record in records], "tensors": tensors}

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from moe_ckpt.errors import UnencodableStateError
 from moe_ckpt.format.schema import MOST_DEPTH, shown
@@ -88,7 +89,7 @@ def _encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
 
 def _encode_derived(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
     """What is of a type derived from these, or a tensor."""
-    if isinstance(value, torch.Tensor):
+    if isinstance(value, torch.Tensor) and not is_traceable_wrapper_subclass(value):
         return {_TAG: "tensor", "v": _store(value.detach(), path, tensors)}
     if isinstance(value, str):
         return str.__str__(value)  # str() of an enum member is its name, not its value

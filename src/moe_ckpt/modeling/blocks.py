@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from moe_ckpt.errors import UnsupportedError
+from moe_ckpt.errors import ConfigError, UnsupportedError
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -84,6 +84,67 @@ def own_rows(tensor: torch.Tensor) -> torch.Tensor:
     at = mesh.get_coordinate() or ()
     repeated = any(p.is_replicate() and number for p, number in zip(tensor.placements, at, strict=False))  # type: ignore[attr-defined]
     return block_in(tensor)[:0] if repeated else block_in(tensor)
+
+
+_BLOCK = "moe_ckpt.block"
+"""Key of a block in the mapping that stands for a DTensor in plain state."""
+
+
+def with_blocks(state: Any) -> Any:
+    """Returns plain state in which a mapping with this rank's block stands for each DTensor, such as those of a moving
+    average of FSDP2's parameters."""
+    if isinstance(state, Mapping):
+        return {key: with_blocks(value) for key, value in state.items()}
+    if type(state) in (list, tuple):
+        return type(state)(map(with_blocks, state))
+    is_distributed = isinstance(state, torch.Tensor) and is_dtensor(state)
+    return {_BLOCK: block_in(state), "shape": list(state.shape)} if is_distributed else state
+
+
+def has_blocks(state: Any) -> bool:
+    """Returns whether ``with_blocks`` met a DTensor."""
+    if isinstance(state, Mapping):
+        return _BLOCK in state or any(map(has_blocks, state.values()))
+    return isinstance(state, (list, tuple)) and any(map(has_blocks, state))
+
+
+def without_blocks(state: Any, here: Any, name: str) -> Any:
+    """Inverts ``with_blocks``.
+
+    Args:
+        state: As a rank of the same number saved it.
+        here: The state of the same object in this process, whose DTensors must have the same layout.
+        name: Of the object, for messages.
+
+    Raises:
+        ConfigError: A DTensor has another shape or block here, or is none.
+    """
+    if isinstance(state, dict) and _BLOCK in state:
+        return _dtensor_like(here, state[_BLOCK], state["shape"], name)
+    if isinstance(state, dict):
+        entries = here if isinstance(here, Mapping) else {}
+        return {key: without_blocks(value, entries.get(key), f"{name}/{key}") for key, value in state.items()}
+    if isinstance(state, (list, tuple)):
+        items = here if isinstance(here, (list, tuple)) and len(here) == len(state) else [None] * len(state)
+        return type(state)(
+            without_blocks(*pair, f"{name}/{at}") for at, pair in enumerate(zip(state, items, strict=True))
+        )
+    return state
+
+
+def _dtensor_like(here: Any, block: torch.Tensor, shape: Sequence[int], name: str) -> torch.Tensor:
+    if not (isinstance(here, torch.Tensor) and is_dtensor(here)):
+        raise ConfigError(f"{name} is a DTensor of shape {shape} in the checkpoint, and none in this process")
+    block_here = block_in(here)
+    if block.shape != block_here.shape or list(here.shape) != shape:
+        raise ConfigError(
+            f"{name}: the checkpoint has this rank's block {list(block.shape)} of a DTensor of shape {shape}, and in "
+            f"this process that is {list(block_here.shape)} of {list(here.shape)}: resume with the same mesh"
+        )
+    mesh, placements = here.device_mesh, here.placements  # type: ignore[attr-defined]
+    return DTensor.from_local(
+        block.to(block_here), mesh, placements, run_check=False, shape=here.shape, stride=here.stride()
+    )
 
 
 def require_known_holders(name: str, parameter: torch.Tensor, ranks: int) -> None:

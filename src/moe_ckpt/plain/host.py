@@ -15,6 +15,7 @@ from moe_ckpt.driver.changes import Change, differing, optimizer_changes, schedu
 from moe_ckpt.driver.host import Stateful, loading_state
 from moe_ckpt.driver.torch_model import TorchHost
 from moe_ckpt.errors import ConfigError
+from moe_ckpt.modeling.blocks import has_blocks, is_dtensor, with_blocks, without_blocks
 from moe_ckpt.modeling.optimizer_state import require_plain
 from moe_ckpt.recovery.executing import Restored
 from moe_ckpt.recovery.replay import Repeated
@@ -62,6 +63,7 @@ class PlainHost(LoopHost, TorchHost):
         self.buckets: str | None = None
         schedules = {name: schedules_of(target) for name, target in stateful.items()}
         self._configured = {**self._configured, "schedules": schedules}
+        self._is_sharded = any(map(is_dtensor, module.parameters()))
 
     @property
     def step(self) -> int:
@@ -90,7 +92,9 @@ class PlainHost(LoopHost, TorchHost):
         self._load_model(plain, restored.path)
         for name, target in self.stateful.items():
             with loading_state(f"{name} ({type(target).__name__})", restored.path):
-                target.load_state_dict(plain["stateful"][name])
+                state = plain["stateful"][name]
+                # a loader makes an iterator, and draws its seed, to tell its state
+                target.load_state_dict(without_blocks(state, target.state_dict(), name) if has_blocks(state) else state)
         before, now = plain["configured"], self._configured
         changes = list(optimizer_changes(before["optimizers"], now["optimizers"]))
         changes += differing("schedule ", before["schedules"], now["schedules"], from_checkpoint=False)
@@ -118,7 +122,7 @@ class PlainHost(LoopHost, TorchHost):
             "step": self.step,
             "counters": self.progress.counters,
             "plain": self.state.plain(described=described),
-            "stateful": stateful,
+            "stateful": with_blocks(stateful) if self._is_sharded else stateful,
             "rng": self.generators.state,
             "buckets": self.buckets,
             "configured": self._configured,

@@ -20,6 +20,8 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from importlib.metadata import version
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +30,9 @@ POLICIES = ("dense", "windows", "log")
 PRECISIONS = ("fp32", "bf16")
 SOURCES = ("own memory", "storage", "a peer's memory")
 FAMILIES = ("olmoe", "gpt_oss", "deepseek_v3", "qwen3")
-MODELS = ("gpt", *FAMILIES, "megatron")
-_NEEDS = {**dict.fromkeys(FAMILIES, "transformers"), "megatron": "megatron.core"}
+GRAPHS = "megatron with CUDA graphs"
+MODELS = ("gpt", *FAMILIES, "megatron", GRAPHS)
+_NEEDS = {**dict.fromkeys(FAMILIES, "transformers"), "megatron": "megatron.core", GRAPHS: "megatron.core"}
 """Model -> the package that has it."""
 _AT_ONCE = {"cuda": 4, "cpu": 1}
 """Cases of exactness that run at the same time: nobody times them."""
@@ -64,6 +67,7 @@ def cases() -> Iterator[tuple[str, str, str]]:
         for precision in PRECISIONS:
             yield "gpt", policy, precision
     yield "megatron", "dense", "fp32"
+    yield GRAPHS, "dense", "fp32"
     for number, family in enumerate(FAMILIES):
         yield family, POLICIES[number % len(POLICIES)], "fp32"
 
@@ -74,12 +78,14 @@ def exact(device: str, directory: Path, until: float, note: Callable[[dict[str, 
     Args:
         until: ``time.monotonic()`` after which no other case begins.
         note: Takes of each case its name, the steps of its kills, and how many tensors differ, or what went wrong; and
-            the same as text.
+            the same as text. With CUDA graphs also, of how many experts the tokens differ from those without graphs.
     """
     with ThreadPoolExecutor(_AT_ONCE[device]) as pool:
         for result in pool.map(partial(_case, device, directory, until), cases()):
             differing = result.get("tensors that differ")
             text = result.get("problem") or f"killed at {result['kills']}, {differing} of {result['tensors']} differ"
+            if (counts := result.get("token counts that differ")) is not None:
+                text += f", and the tokens of {counts} experts from those without graphs"
             note(result, f"{result['case']}: {text}")
 
 
@@ -89,11 +95,15 @@ def _case(device: str, directory: Path, until: float, case: tuple[str, str, str]
     package = _NEEDS.get(model, "torch")
     if not _is_installed(package):
         return {**result, "problem": f"{package} is not installed"}
+    if model == GRAPHS and (problem := _no_graphs(device)):
+        return {**result, "problem": problem}
     if time.monotonic() > until:
         return {**result, "problem": "no time was left"}
     try:
         with tempfile.TemporaryDirectory(dir=directory) as root:
             run = ["--device", device, "--shape", "cpu", "--policy", policy, "--precision", precision]
+            if model == GRAPHS:
+                plain = _start([*run, "--model", "megatron", "--directory", f"{root}/plain", "--steps", str(_STEPS)])
             run += ["--model", model]
             kills = sorted(random.sample(range(3, _STEPS), _KILLS))
             whole = _start([*run, "--directory", f"{root}/whole", "--steps", str(_STEPS)])
@@ -106,7 +116,22 @@ def _case(device: str, directory: Path, until: float, case: tuple[str, str, str]
     keys = whole["digests"].keys() | killed["digests"].keys()
     differing = sum(whole["digests"].get(key) != killed["digests"].get(key) for key in keys)
     resumed = {"kills": kills, "resumed": killed["step"], "tensors": len(keys), "tensors that differ": differing}
+    if model == GRAPHS:
+        if not (whole["has_captured"] and killed["has_captured"]):
+            return {**result, "problem": "no graph was captured"}
+        pairs = zip(*(chain.from_iterable(run["tokens"]) for run in (whole, plain)), strict=True)
+        resumed["token counts that differ"] = sum(graphs != without for graphs, without in pairs)
     return {**result, **resumed}
+
+
+def _no_graphs(device: str) -> str:
+    """Returns why there are no CUDA graphs here; nothing if there are."""
+    if device == "cpu":
+        return "not on a CPU: CUDA captures graphs"
+    installed = version("megatron-core")
+    if tuple(map(int, installed.split(".")[:2])) < (0, 18):
+        return f"megatron-core {installed} has no cuda_graph_modules, which 0.18 has"
+    return ""
 
 
 def _is_installed(package: str) -> bool:
@@ -168,10 +193,13 @@ def main(arguments: list[str]) -> int:
     from benchmarks.gpu.training import Training
     from moe_ckpt.policies import Dense, GradientLog, MoEvement
     from moe_ckpt.policies.base import Policy
+    from moe_ckpt.reading.reader import StoreReader
+    from moe_ckpt.storage import LocalStorage
 
     torch.use_deterministic_algorithms(True, warn_only=True)
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-    if ranks > 1 or chosen.model == "megatron":
+    is_megatron = chosen.model.startswith("megatron")
+    if ranks > 1 or is_megatron:
         dist.init_process_group("gloo")
     marks["imports"] = time.time() - _BEGAN
     policies: dict[str, Policy] = {"dense": Dense(), "windows": MoEvement(window=3), "log": GradientLog()}
@@ -182,8 +210,8 @@ def main(arguments: list[str]) -> int:
     options: dict[str, Any] = {"policy": policies[chosen.policy], "dirpath": chosen.directory / "store"}
     options |= {"memory": None if chosen.no_memory else memory, "when_busy": "wait"}
     training: Any
-    if chosen.model == "megatron":
-        training = megatron_run.MegatronTraining(chosen.device)
+    if is_megatron:
+        training = megatron_run.MegatronTraining(chosen.device, graphs=chosen.model == GRAPHS)
         ckpt = training.attach(**options)
     else:
         training = Training(chosen.device, chosen.shape, chosen.model, autocast=chosen.precision == "bf16")
@@ -194,7 +222,7 @@ def main(arguments: list[str]) -> int:
         torch.cuda.synchronize()
     marks["model"] = time.time() - _BEGAN
     with ckpt:
-        step = ckpt.resume().step if chosen.model != "megatron" else ckpt.resume().iteration
+        step = ckpt.resume().iteration if is_megatron else ckpt.resume().step
         marks |= {"resumed": time.time() - _BEGAN, "step": step}
         while step < chosen.steps:
             step += 1
@@ -206,6 +234,10 @@ def main(arguments: list[str]) -> int:
             time.sleep(chosen.kill_after)
             os.kill(os.getpid(), signal.SIGKILL)
     marks["digests"] = training.digests()
+    if is_megatron:
+        reader = StoreReader(LocalStorage(chosen.directory / "store"))
+        marks["tokens"] = reader.manifest(reader.directories()[0]).tokens["applied"]
+        marks["has_captured"] = training.has_captured
     print(json.dumps(marks))
     return 0
 

@@ -76,6 +76,37 @@ def test_a_part_that_fails_is_named_and_ends_no_other(tmp_path: Path, monkeypatc
     assert "on strike" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("device", "version", "problem"),
+    [
+        ("cpu", "0.19.2", "not on a CPU: CUDA captures graphs"),
+        ("cuda", "0.16.1", "megatron-core 0.16.1 has no cuda_graph_modules, which 0.18 has"),
+    ],
+)
+def test_where_there_are_no_cuda_graphs_it_says_so(tmp_path, monkeypatch, device, version, problem):
+    monkeypatch.setattr(lives, "version", lambda package: version)
+    case = lives._case(device, tmp_path, float("inf"), (lives.GRAPHS, "dense", "fp32"))
+    assert case == {"case": "megatron with CUDA graphs, dense, fp32", "problem": problem}
+
+
+@pytest.mark.parametrize("token", ["", "other"])
+def test_graphs_are_compared_with_a_run_without(tmp_path, monkeypatch, token):
+    """As of a run in each of whose processes the same comes out, or other tokens with graphs."""
+
+    def start(arguments, expected=0):
+        tokens = [[3, 5], [4, 4 + bool(token and lives.GRAPHS in arguments)]]
+        return {"digests": {"w": "7"}, "step": 5, "tokens": tokens, "has_captured": lives.GRAPHS in arguments}
+
+    monkeypatch.setattr(lives, "_start", start)
+    monkeypatch.setattr(lives, "_no_graphs", lambda device: "")
+    said = []
+    monkeypatch.setattr(lives, "cases", lambda: [(lives.GRAPHS, "dense", "fp32")])
+    lives.exact("cuda", tmp_path, float("inf"), lambda case, text: said.append((case, text)))
+    [(case, text)] = said
+    assert (case["tensors that differ"], case["token counts that differ"]) == (0, len(token) // 5)
+    assert f"the tokens of {len(token) // 5} experts from those without graphs" in text
+
+
 def test_the_first_half_runs_on_a_gpu_that_is_acted(tmp_path: Path, monkeypatch, small):
     """Its locking, its events and its copies; what a GPU computes is computed on the host."""
     monkeypatch.setattr(costs, "POLICIES", {"MoC(k=1)": costs.POLICIES["MoC(k=1)"], "Dense()": Dense()})

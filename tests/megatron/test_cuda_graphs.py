@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+import io
+import json
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from benchmarks.gpu.lives import GRAPHS
 from moe_ckpt.ledger.retention import RetentionPolicy
 from moe_ckpt.memory.options import Memory
 from moe_ckpt.reading.reader import StoreReader
@@ -279,3 +282,30 @@ def test_a_run_with_graphs_is_the_run_without(policy, how, tmp_path):
     if policy in EXACT:
         assert second["tensors"] == whole["tensors"]
     assert any(np.sum(tokens["applied"]) for tokens in whole["tokens"].values())
+
+
+# --- the check for a real GPU, ``benchmarks.gpu``, with graphs that are acted ---
+
+
+def life_of_the_benchmark(rank: int, world_size: int, model: str, directory: Path, steps: int) -> dict[str, Any]:
+    from benchmarks.gpu import lives as benchmark
+
+    acted_graphs.install()
+    arguments = {"device": "cpu", "shape": "cpu", "policy": "dense", "model": model}
+    arguments |= {"directory": str(directory), "steps": str(steps)}
+    with redirect_stdout(io.StringIO()) as printed, mock.patch("torch.distributed.init_process_group"):
+        benchmark.main([part for name, value in arguments.items() for part in (f"--{name}", value)])
+    return json.loads(printed.getvalue().splitlines()[-1])
+
+
+@pytest.mark.skipif(EARLY, reason="see EARLY")
+def test_the_benchmark_compares_graphs(tmp_path):
+    runs = (GRAPHS, "whole", LAST), (GRAPHS, "parts", STOP), (GRAPHS, "parts", LAST), ("megatron", "plain", LAST)
+    whole, _, resumed, plain = (
+        run_ranks(life_of_the_benchmark, 1, model, tmp_path / name, steps, preload=WARM)[0]
+        for model, name, steps in runs
+    )
+    assert (whole["has_captured"], plain["has_captured"]) == (True, False)
+    assert resumed["step"] == STOP
+    assert resumed["digests"] == whole["digests"]
+    assert resumed["tokens"] == whole["tokens"] == plain["tokens"]

@@ -44,7 +44,7 @@ def _contradictions(body: Mapping[str, Any]) -> str:
     window, since = contents["window"], contents["since"]
     if body["rank"] >= body["world_size"]:
         return f".rank {body['rank']} is not below .world_size {body['world_size']}"
-    if body.get("sealer", 0) >= body["world_size"]:
+    if (body["sealer"] or 0) >= body["world_size"]:
         return f".sealer {body['sealer']} is not below .world_size {body['world_size']}"
     if since is not None and since > body["sequence"]:
         return f".contents.since {since} is after .sequence {body['sequence']}"
@@ -60,8 +60,8 @@ _CONTENTS: Schema = {
     "operators": [OPERATOR_ID],
     "window": maybe({"start": whole(), "size": whole(1), "slot": whole()}),
     "since": maybe(whole()),
-    "gradients?": [OPERATOR_ID],
-    "groups?": [[whole()]],
+    "gradients": [OPERATOR_ID],
+    "groups": [[whole()]],
 }
 _FACTS: Schema = {
     "index": whole(),
@@ -71,8 +71,8 @@ _FACTS: Schema = {
     "mlt": MLT_OF_FAULTS,
     "policy": mapping(anything),
     "measured": mapping(number()),
-    "lost?": _TABLE,
-    "counted?": _TABLE,
+    "lost": maybe(_TABLE),
+    "counted": maybe(_TABLE),
 }
 _FIELDS: Schema = {
     "kind": one_of(KIND),
@@ -92,9 +92,9 @@ _FIELDS: Schema = {
     "parts": listing(_PART, most=16),
     "sent": one_of(False, True),
     "only": one_of("", STATE, TENSORS, GRADIENTS),
-    "sealer?": whole(),
-    "beside?": [whole()],
-    "place?": whole(),
+    "sealer": maybe(whole()),
+    "beside": [whole()],
+    "place": whole(),
 }
 _BODY = both(_FIELDS, _contradictions)
 
@@ -142,8 +142,8 @@ def encoded(contents: Contents, facts: Facts, full: Fragment | None = None) -> d
             "operators": list(contents.full) if full is None else full,
             "window": None if contents.window is None else vars(contents.window),
             "since": contents.since,
-            **({"gradients": list(contents.gradients)} if contents.gradients else {}),
-            **({"groups": [list(group) for group in groups]} if groups else {}),
+            "gradients": list(contents.gradients),
+            "groups": [list(group) for group in groups],
         },
         "facts": {
             "index": facts.index,
@@ -152,8 +152,8 @@ def encoded(contents: Contents, facts: Facts, full: Fragment | None = None) -> d
             **fault_rows(facts.faults),
             "policy": dict(facts.policy),
             "measured": dict(facts.measured),
-            **({} if facts.lost is None else {"lost": Fragment.of_counts(facts.lost)}),
-            **({} if facts.counted is None else {"counted": Fragment.of_counts(facts.counted)}),
+            "lost": None if facts.lost is None else Fragment.of_counts(facts.lost),
+            "counted": None if facts.counted is None else Fragment.of_counts(facts.counted),
         },
     }
 
@@ -161,21 +161,20 @@ def encoded(contents: Contents, facts: Facts, full: Fragment | None = None) -> d
 def decoded(body: Mapping[str, Any]) -> tuple[Contents, Facts]:
     """Returns what ``encoded`` was given, of a document that fits the schema. Groups come without operators."""
     contents, facts = body["contents"], body["facts"]
-    window, groups = contents["window"], contents.get("groups")
-    lost, counted = (np.asarray(facts[name], dtype=np.int64) if name in facts else None for name in ("lost", "counted"))
+    window, groups = contents["window"], tuple(map(tuple, contents["groups"]))
+    lost, counted = (
+        None if facts[name] is None else np.asarray(facts[name], dtype=np.int64) for name in ("lost", "counted")
+    )
     return Contents(
         full=tuple(contents["operators"]),
-        gradients=tuple(contents.get("gradients", ())),
-        groups=None if groups is None else GradientGroups(tuple(map(tuple, groups)), NO_COUNTS),
+        gradients=tuple(contents["gradients"]),
+        groups=GradientGroups(groups, NO_COUNTS) if groups else None,
         window=None if window is None else WindowPlace(window["start"], window["size"], window["slot"]),
         since=contents["since"],
     ), Facts(
-        index=facts["index"],
-        base=facts["base"],
+        **{name: facts[name] for name in ("index", "base", "policy", "measured")},
         applied=np.asarray(facts["applied"], dtype=np.int64),
         faults=tuple(faults_in(facts)),
-        policy=facts["policy"],
-        measured=facts["measured"],
         lost=lost,
         counted=counted,
     )
@@ -239,7 +238,8 @@ class SlotHeader:
         return header.slices
 
 
-_SCALARS = ("rank", "world_size", "nbytes", "freshness")
+_AS_THEY_ARE = ("rank", "world_size", "nbytes", "freshness", "sent", "only", "sealer", "place")
+"""Fields that stand in the document as they are."""
 
 
 def encode_slot(header: SlotHeader, full: Fragment | None = None) -> bytes:
@@ -258,15 +258,11 @@ def encode_slot(header: SlotHeader, full: Fragment | None = None) -> bytes:
         "sequence": header.identity.number,
         "step": header.identity.step,
         "generation": header.identity.generation,
-        **{name: getattr(header, name) for name in _SCALARS},
+        **{name: getattr(header, name) for name in _AS_THEY_ARE},
         **encoded(header.contents, header.facts, full),
         "state": _piece(header.state),
         "parts": parts,
-        "sent": header.sent,
-        "only": header.only,
-        **({} if header.sealer is None else {"sealer": header.sealer}),
-        **({"beside": list(header.beside)} if header.beside else {}),
-        **({"place": header.place} if header.only == GRADIENTS else {}),
+        "beside": list(header.beside),
     }
     document = seal(body)
     length = len(document).to_bytes(_LENGTH_NBYTES, "little")
@@ -301,20 +297,15 @@ def decode_slot(raw: bytes, path: str) -> SlotHeader:
         raise DamagedError(path, f"{_NOT_OURS}{len(raw) - end:,} bytes follow it")
     state, *headers = pieces
     contents, facts = decoded(body)
-    sealer = body.get("sealer")
     run, life, generation, step, number = (body[n] for n in ("run_id", "life", "generation", "step", "sequence"))
     return SlotHeader(
-        Step(run, life, generation, step, number, parting=sealer is not None),
-        **{name: body[name] for name in _SCALARS},
+        Step(run, life, generation, step, number, parting=body["sealer"] is not None),
+        **{name: body[name] for name in _AS_THEY_ARE},
         contents=contents,
         facts=facts,
         state=state,
         parts=tuple(
             SlotPart(part["kind"], part["begin"], piece) for part, piece in zip(body["parts"], headers, strict=True)
         ),
-        sent=body["sent"],
-        only=body["only"],
-        sealer=sealer,
-        beside=tuple(body.get("beside", ())),
-        place=body.get("place", 0),
+        beside=tuple(body["beside"]),
     )

@@ -94,7 +94,7 @@ def test_the_newest_part_that_holds_an_operator_wins():
     newest = dict.fromkeys(("gate/0", "non_expert/embed", "expert/0/1"), 8)
     assert steps_of(found) == {**newest, "expert/0/0": 7, "expert/0/2": 6, "expert/0/3": 6}
     for op, held in found.operators.items():
-        paths = [found.files[number].path for number in held.files]
+        paths = [file.path for file in held.files]
         kind = "expert" if op.startswith("expert") else "non_expert"
         directory = {8: "step_00000008_g2"}.get(held.step, step_dir(held.step, 0))
         assert paths == [shard_path(directory, rank, kind) for rank in range(RANKS)]
@@ -112,7 +112,7 @@ def test_a_window_is_made_of_its_steps():
     assert len(found.files) == 3 * 2 * RANKS, "with those in which there is only what replay needs"
     for slot, (_, held) in zip(reversed(found.slots), slots, strict=True):
         assert set(slot.operators) == set(held.operators)
-        assert {slot.files[n].step for each in slot.operators.values() for n in each.files} == {slot.step}
+        assert {file.step for each in slot.operators.values() for file in each.files} == {slot.step}
 
 
 @pytest.mark.parametrize(

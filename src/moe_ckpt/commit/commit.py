@@ -77,8 +77,7 @@ class View:
         names = needed_of(manifest)
         numbers = {part.directory: number for number, part in enumerate(reversed(manifest.parts), start=1)}
         versions = Versions(catalog)
-        first = (manifest.files[record.files[0]] for record in manifest.operators.values())
-        first_numbers = (numbers[file.path.partition("/")[0]] for file in first)
+        first_numbers = (numbers[record.files[0].path.partition("/")[0]] for record in manifest.operators.values())
         versions.replace(catalog.places_of(tuple(manifest.operators)), list(first_numbers))
         parts = {
             number: WrittenPart(part, names[part.directory], versions.places_of(number), manifest.not_finite)

@@ -141,10 +141,10 @@ class StateRecord:
 
 @dataclass(frozen=True)
 class OperatorRecord:
-    """Version of one operator and the shards that hold it, as indices into ``Manifest.files``."""
+    """Version of one operator, and the shards that hold it."""
 
     step: int
-    files: tuple[int, ...]
+    files: tuple[FileRecord, ...]
 
 
 @dataclass(frozen=True)
@@ -422,11 +422,9 @@ def composed(manifest: Manifest, parts: Sequence[Part]) -> Manifest:
         _require_fitting(manifest, part, named)
     files, operators = list[FileRecord](), dict[str, OperatorRecord]()
     for part in reversed(parts):
-        by_kind: dict[str, list[int]] = {kind: [] for kind in KINDS}
-        for index, file in enumerate(part.files, start=len(files)):
-            by_kind[file.kind].append(index)
+        by_kind = {kind: tuple(file for file in part.files if file.kind == kind) for kind in KINDS}
+        records = {kind: OperatorRecord(part.step, shards) for kind, shards in by_kind.items()}
         files += part.files
-        records = {kind: OperatorRecord(part.step, tuple(numbers)) for kind, numbers in by_kind.items()}
         operators |= {op: records[kind_of(op)] for op in part.operators}
     slots = {part.step: part.states for part in parts[: 1 + len(manifest.window)]}
     # Side tensors lie in the slots' own shards, and what only replay needs, even where no operator does.
@@ -458,15 +456,9 @@ def _require_fitting(manifest: Manifest, part: Part, named: PartRecord) -> None:
 def pruned(view: Manifest, files: Sequence[FileRecord], directories: Collection[str]) -> Manifest:
     """Returns the view with those of ``files`` that hold an operator's newest version, or lie in a directory of
     ``directories``."""
-    needed = {number for record in view.distinct_records for number in record.files}
-    needed.update(number for number, file in enumerate(files) if file.path.partition("/")[0] in directories)
-    places = {number: position for position, number in enumerate(sorted(needed))}
-    records = {
-        id(record): OperatorRecord(record.step, tuple(places[number] for number in record.files))
-        for record in view.distinct_records
-    }
-    operators = {op: records[id(record)] for op, record in view.operators.items()}
-    return replace(view, files=tuple(files[number] for number in places), operators=operators)
+    needed = {file for record in view.distinct_records for file in record.files}
+    retained = (file for file in files if file in needed or file.path.partition("/")[0] in directories)
+    return replace(view, files=tuple(dict.fromkeys(retained)))  # snapshots in memory may have files of storage
 
 
 # --- what a manifest must look like ---

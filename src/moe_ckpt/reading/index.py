@@ -148,7 +148,7 @@ def build_index(manifest: Manifest, headers: Mapping[str, ShardHeader]) -> Tenso
     tensors: dict[str, list[StoredSlice]] = {}
     side: dict[str, StoredSlice] = {}
     replay: dict[int, dict[str, list[StoredSlice]]] = {}
-    for number, record in enumerate(manifest.files):
+    for record in manifest.files:
         is_of_step = record.path.startswith(f"{manifest.directory}/")
         for entry in headers[record.path].slices:
             stored = StoredSlice(entry, record)
@@ -156,7 +156,7 @@ def build_index(manifest: Manifest, headers: Mapping[str, ShardHeader]) -> Tenso
                 replay.setdefault(record.step, {}).setdefault(entry.key.removeprefix(REPLAY), []).append(stored)
             elif entry.operator:
                 version = manifest.operators.get(entry.operator)
-                if version is None or number not in files_of[id(version)]:
+                if version is None or record not in files_of[id(version)]:
                     continue
                 if version.step != record.step:
                     raise stored.damaged(f"the manifest has {entry.operator} at step {version.step}")
@@ -228,7 +228,7 @@ def _absent_operators(manifest: Manifest, index: TensorIndex) -> Iterator[str]:
     present = {stored.entry.operator for group in index.tensors.values() for stored in group}
     for op, record in manifest.operators.items():
         if op not in present:
-            paths = ", ".join(manifest.files[i].path for i in record.files[:_SHOWN])
+            paths = ", ".join(file.path for file in record.files[:_SHOWN])
             more = f" or {len(record.files) - _SHOWN} more files" if len(record.files) > _SHOWN else ""
             yield f"{op} should be in {paths}{more}, but is not"
     for number, layer in enumerate(manifest.model.layers):

@@ -278,14 +278,14 @@ class LaidSnapshots:
             stored: Operators that the part has in full and that go to storage; None to leave them all out.
             host_only: Operators that the part has in full and that stay in host memory.
         """
-        numbers: dict[str, tuple[int, ...]] = {}
+        shards: dict[str, tuple[FileRecord, ...]] = {}
         for kind, records in part.records.items():
             if kind != GRADIENTS and (kind == HOST_ONLY or stored is not None):
-                numbers[kind] = tuple(range(len(self.files), len(self.files) + len(records)))
+                shards[kind] = tuple(records)
                 self.files += records
                 self.slots |= {record.path: part.files[record.path] for record in records}
-        laid = {op: OperatorRecord(part.step, numbers.get(kind_of(op), ())) for op in stored or ()}
-        laid |= {op: OperatorRecord(part.step, numbers[HOST_ONLY]) for op in host_only}
+        laid = {op: OperatorRecord(part.step, shards.get(kind_of(op), ())) for op in stored or ()}
+        laid |= {op: OperatorRecord(part.step, shards[HOST_ONLY]) for op in host_only}
         self.operators |= laid
         if laid:
             self.fresh |= dict.fromkeys(laid, facts.require_facts(part.step).applied)

@@ -240,7 +240,7 @@ def _sums(record: StepRecord, run_ledger: RunLedger) -> dict[str, Any]:
     return {
         "nbytes": record.nbytes,
         "frozen_nbytes": record.frozen_nbytes,
-        "popularity": run_ledger.popularity,
+        "popularity": run_ledger.activity.newest,
         "stall_ns": stall_ns,
         "worst_stall_ns": stall_ns,
         "steps": 1,

@@ -211,7 +211,7 @@ class Recorder:
             self._recent.updates.append(ended.final_at - self._joined_at)
             self._joined_at = None
         if self._record is None:
-            self._routed_before = record.routed_tokens - int(ended.run_ledger.popularity.sum())
+            self._routed_before = record.routed_tokens - int(ended.run_ledger.activity.newest.sum())
             entered = life.get("training_unix_secs")
             life["first_step"] = record.step
             life["first_step_secs"] = None if entered is None else max(0.0, now - entered)
@@ -224,7 +224,7 @@ class Recorder:
         if newly_known or now >= self._due:
             if self._layout is None:  # nothing was saved yet, but what there is to save can be weighed
                 self._layout, self._specs = (-1, {}), ended.specs()
-            self._recent.look(ended.run_ledger.popularity)
+            self._recent.look(ended.run_ledger.activity.newest)
             self._write(now)
 
     def _close(self, finished: bool) -> None:

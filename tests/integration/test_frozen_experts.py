@@ -66,7 +66,7 @@ def test_tokens_count_of_what_is_trained(stacked, thaws, tmp_path):
     ledger = ours._fit.session.run_ledger
     assert ledger.tokens.applied.tolist() == (routed * trained).sum(0).tolist()
     assert ledger.tokens.unsaved().sum() == 0, "the last checkpoint is complete"
-    assert (ledger.popularity.astype(bool) == routed.sum(0).astype(bool)).all()
+    assert (ledger.activity.newest.astype(bool) == routed.sum(0).astype(bool)).all()
 
 
 class InEvalMode(pl.Callback):

@@ -235,7 +235,7 @@ def _ddp(rank: int, world_size: int, root: str) -> dict:
                 return
             run_ledger = checkpoint._fit.session.run_ledger
             self.records.append(checkpoint.last)
-            self.popularity.append(run_ledger.popularity.copy())
+            self.popularity.append(run_ledger.activity.newest.copy())
             self.together.update(**facts_of(checkpoint.last, run_ledger))
             if rank == 0:
                 self.computed.append(checkpoint.metrics.compute())

@@ -59,7 +59,7 @@ class StepLog:
         if record.replayed:
             return {"replayed": 1.0}
         layers = run_ledger.ledger.catalog.layers
-        skews = normalized_hhi(run_ledger.popularity, [layer.experts for layer in layers])
+        skews = normalized_hhi(run_ledger.activity.newest, [layer.experts for layer in layers])
         values: dict[str, float | None] = {
             "stall_ms": record.stall_secs * 1e3,
             "agree_ms": record.agree_secs * 1e3,

@@ -85,9 +85,11 @@ def judged_in(state: Any) -> Callable[[str], bool]:
     Args:
         state: A rank's plain state, encoded. Where it is no trainer's of ours, everything counts.
     """
-    state = _mapping(state)
-    plain, log = (_mapping(state.get(key)) for key in ("plain", "gradient_log"))
-    at_rest = {name for key in ("frozen", "resting") for name in _listed(plain.get(key))}
+    state = state if isinstance(state, Mapping) else {}
+    plain, log = (value if isinstance(value := state.get(key), Mapping) else {} for key in ("plain", "gradient_log"))
+    groups = (plain.get(key) for key in ("frozen", "resting"))
+    lists = (group.value if isinstance(group, Fragment) else group for group in groups)
+    at_rest = {name for names in lists if isinstance(names, list) for name in names}
     scaled = any(update.get("found_inf") is not None for update in log.get("updates", ()))
 
     def judged(key: str) -> bool:
@@ -101,12 +103,3 @@ def judged_in(state: Any) -> Callable[[str], bool]:
         return not at_rest & {name, _OF_ALL.sub(".experts.*.", name)}
 
     return judged
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, Mapping) else {}
-
-
-def _listed(value: Any) -> Sequence[str]:
-    names = value.value if isinstance(value, Fragment) else value
-    return names if isinstance(names, list) else ()

@@ -122,15 +122,11 @@ def read_parts(
     """
     todo = [record for record in manifest.parts if record not in cached_parts]
     for record, raw in zip(todo, ahead(ThreadName.PARTS, _READERS, read, todo), strict=True):
-        cached_parts[record] = _decoded(record, raw)
+        try:
+            cached_parts[record] = Part.decode(raw, record.path)
+        except DamagedError as error:
+            raise DamagedError(error.path, error.reason, step=step_of(record.directory)) from error
     return [cached_parts[record] for record in manifest.parts]
-
-
-def _decoded(record: PartRecord, raw: Chunk) -> Part:
-    try:
-        return Part.decode(raw, record.path)
-    except DamagedError as error:
-        raise DamagedError(error.path, error.reason, step=step_of(record.directory)) from error
 
 
 def read_part(storage: Storage, record: PartRecord) -> Chunk:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 from statistics import median
 from typing import NamedTuple
 
@@ -143,32 +144,19 @@ def secs_per_byte(iterations: Sequence[Lap]) -> float | None:
     Args:
         iterations: One after the other, the newest last.
     """
-    slopes = _slopes(_blocks(iterations))
-    if len(slopes) < COMPARED:
-        return None
-    return median(slopes) if sum(slope > 0 for slope in slopes) > _SURE * len(slopes) else 0.0
-
-
-def _blocks(iterations: Sequence[Lap]) -> list[Lap]:
-    """The last iteration of each block: one whose former one had as much to copy, and whose next one has not."""
-    blocks: list[Lap] = []
-    for at in range(1, len(iterations)):
-        before, this = iterations[at - 1], iterations[at]
-        if not _alike(before.nbytes, this.nbytes):
-            continue
-        if at + 1 == len(iterations) or not _alike(this.nbytes, iterations[at + 1].nbytes):
-            blocks.append(this)
-    return blocks
-
-
-def _slopes(blocks: Sequence[Lap]) -> list[float]:
+    # Of each block of iterations that had as much to copy the last one, unless the block is of one alone.
+    are_alike = [_alike(one.nbytes, other.nbytes) for one, other in pairwise(iterations)]
+    ends = [at for at in range(1, len(iterations)) if are_alike[at - 1] and (at == len(are_alike) or not are_alike[at])]
+    blocks = [iterations[at] for at in ends]
     slopes = []
     for before, this, after in zip(blocks, blocks[1:], blocks[2:], strict=False):
         sizes = sorted((this.nbytes, (before.nbytes + after.nbytes) // 2))
         if _alike(before.nbytes, after.nbytes) and sizes[0] <= _APART * sizes[1] and sizes[1]:
             secs = this.secs - (before.secs + after.secs) / 2
             slopes.append(secs / (this.nbytes - (before.nbytes + after.nbytes) / 2))
-    return slopes
+    if len(slopes) < COMPARED:
+        return None
+    return median(slopes) if sum(slope > 0 for slope in slopes) > _SURE * len(slopes) else 0.0
 
 
 def _alike(one: int, other: int) -> bool:

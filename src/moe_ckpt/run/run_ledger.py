@@ -156,11 +156,6 @@ class RunLedger:
         """Returns the tokens routed, saved and lost."""
         return self.ledger.tokens
 
-    @property
-    def popularity(self) -> Counts:
-        """``[L, E]`` tokens routed in the newest step, summed over ranks."""
-        return self.activity.newest
-
     def check(self, manifest: Manifest) -> None:
         """Raise ``DamagedError`` unless the checkpoint's MoE layers are those of the catalog.
 

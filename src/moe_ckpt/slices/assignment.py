@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from math import prod
@@ -81,7 +81,12 @@ def weigh(catalog: Catalog, tensors: Sequence[StateTensor], compute: ComputeType
             else:
                 weights = of_rows if rows else whole
                 weights[op.id, span] = weights.get((op.id, span), 0) + nbytes // (rows or 1)
-    return Weights(tuple(in_dealing_order(_units(catalog, of_rows, whole))), experts)
+    units = []
+    for op_id, span in of_rows.keys() | whole.keys():
+        name = op_id, span
+        start, stop = span.rows(catalog.parameters[span.parameter]) if name in of_rows else (0, 0)
+        units.append(ShardingUnit(op_id, span, start, stop, of_rows.get(name, 0), whole.get(name, 0)))
+    return Weights(tuple(in_dealing_order(units)), experts)
 
 
 def is_weight(tensor: StateTensor | TensorSpec) -> bool:
@@ -143,13 +148,6 @@ def coupled_operators(catalog: Catalog, specs: Sequence[TensorSpec]) -> tuple[fr
     return tuple(groups)
 
 
-def _units(catalog: Catalog, of_rows: Mapping[Name, int], whole: Mapping[Name, int]) -> Iterable[ShardingUnit]:
-    for name in of_rows.keys() | whole.keys():
-        op, span = name
-        start, stop = span.rows(catalog.parameters[span.parameter]) if name in of_rows else (0, 0)
-        yield ShardingUnit(op, span, start, stop, of_rows.get(name, 0), whole.get(name, 0))
-
-
 class UnitShare(NamedTuple):
     """The share of a unit that one rank writes.
 
@@ -209,8 +207,8 @@ class Sharder:
         self._number = {rank: at for at, rank in enumerate(placement.peers)}
         self._apart = placement.experts_apart
         self._owners = expert_owners(catalog, placement)
-        self._weighed: tuple[StateTensor, ...] | None = None
-        self._weights = Weights((), {})
+        self._weighed: tuple[StateTensor, ...] = ()
+        self._weights: Weights | None = None
         self._compute_weights: Weights | None = None
         self._compute_types: ComputeTypes = {}
         self._expert_bytes = Remembered(self._bytes_of_experts)
@@ -277,9 +275,9 @@ class Sharder:
 
     def _weigh(self, tensors: Sequence[StateTensor]) -> Weights:
         """Weighs again when a tensor is another object than last time, which is rare for plain tensors."""
-        weighed = self._weighed
-        if tensors is not weighed and (
-            weighed is None or len(tensors) != len(weighed) or not all(map(is_, tensors, weighed))
+        if self._weights is None or (
+            tensors is not self._weighed
+            and (len(tensors) != len(self._weighed) or not all(map(is_, tensors, self._weighed)))
         ):
             self._weights = self._with_peers_experts(weigh(self._catalog, tensors), tensors)
             self._compute_weights = None

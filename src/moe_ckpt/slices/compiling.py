@@ -255,7 +255,6 @@ class PlanCompiler:
         self._compute_types: Mapping[str, str] = {}
         self._unstable: frozenset[str] = frozenset()
         self._plans: OrderedDict[_WholeKey, CompiledPlan] = OrderedDict()  # the one used longest ago first
-        self._newest_plan: tuple[_WholeKey, CompiledPlan] | None = None
         self._slices = 0  # of all plans
         self._newest: dict[str, CompiledPart] = {}
         self.mirrors = MirroredShares(catalog, placement, ())
@@ -290,22 +289,14 @@ class PlanCompiler:
         if contents.on_behalf_of is not None:
             return self._compile_lent(key, contents, contents.on_behalf_of, side)
         whole_key = (key, tuple(side), contents.to_peers)
-        if self._newest_plan is not None and _are_same(self._newest_plan[0], whole_key):
-            plan = self._newest_plan[1]  # found without a look at each operator's name
-        else:
-            plan = self._whole_plan(whole_key, contents, side)
-        return self._with_gradients(plan, contents, gradients) if gradients else plan
-
-    def _whole_plan(self, whole_key: _WholeKey, contents: Contents, side: Sequence[SliceEntry]) -> CompiledPlan:
         plan = self._plans.pop(whole_key, None)
         if plan is None:
-            plan = self._compile(whole_key[0], contents, side)
+            plan = self._compile(key, contents, side)
             self._slices += _slices(plan)
         self._plans[whole_key] = plan
-        self._newest_plan = whole_key, plan
         while self._slices > _MOST_SLICES and len(self._plans) > 1:
             self._slices -= _slices(self._plans.popitem(last=False)[1])
-        return plan
+        return self._with_gradients(plan, contents, gradients) if gradients else plan
 
     def _update(
         self, tensors: Sequence[StateTensor], specs: Sequence[TensorSpec], compute_types: Mapping[str, str]
@@ -328,8 +319,8 @@ class PlanCompiler:
 
     def _forget(self) -> None:
         self._plans.clear()
-        self._newest_plan, self._slices = None, 0
         self._newest.clear()
+        self._slices = 0
 
     def _compile_lent(self, key: PlanKey, contents: Contents, writer: int, side: Sequence[SliceEntry]) -> CompiledPlan:
         """The part of another rank's share that this rank also holds. Made once, when training stops."""
@@ -414,8 +405,3 @@ def _in_a_buffer(parts: Iterable[CompiledPart]) -> tuple[Placed, ...]:
 
 def _slices(plan: CompiledPlan) -> int:
     return sum(len(part.slices) for _, part in plan.parts)
-
-
-def _are_same(one: _WholeKey, other: _WholeKey) -> bool:
-    """Whether they name the very same tuples of operators; False if they may only be equal."""
-    return all(map(is_, one[0], other[0])) and one[1:] == other[1:]

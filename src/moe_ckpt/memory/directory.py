@@ -132,19 +132,12 @@ class RankDirectory:
         """Returns whether it holds nothing but what says whose it is."""
         return all(path.name in (LOCK, OWNER) or _NAMED.fullmatch(path.name) for path in entries(self.path))
 
-    def note_generation(self, generation: int) -> None:
-        """This life uses another generation, too, in names of step directories: no later one may have it.
+    def note(self, name: str) -> None:
+        """Makes an empty file, whose name tells later lives something: ``DIVERGED``, or that of ``generation_note``.
 
         Raises:
-            OSError: It cannot be written down.
+            OSError: The file cannot be made.
         """
-        self._note(f"names_{generation:06d}")
-
-    def note_divergence(self) -> None:
-        """Notes a divergence: see ``DIVERGED``. Raises ``OSError``: it cannot be written down."""
-        self._note(DIVERGED)
-
-    def _note(self, name: str) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         os.close(PRIVATE.create(str(self.path / name), flags))
 
@@ -337,8 +330,14 @@ def rank_directories(run: Path) -> Iterator[tuple[int, int, Path]]:
             yield int(generation.name), int(path.name.removeprefix("rank_")), path
 
 
+def generation_note(generation: int) -> str:
+    """Returns the name of the note that a life has used this generation in names of step directories: no later life may
+    use it."""
+    return f"names_{generation:06d}"
+
+
 def newest_named(path: Path) -> int:
-    """The newest generation that ``note_generation`` wrote down in a rank's directory; -1 if none."""
+    """Returns the newest generation of which a rank's directory has a ``generation_note``; -1 if there is none."""
     matches = (_NAMED.fullmatch(entry.name) for entry in entries(path))
     return max((int(match[1]) for match in matches if match), default=-1)
 

@@ -18,9 +18,11 @@ from moe_ckpt.errors import ConfigError, DamagedError, MemoryFullError
 from moe_ckpt.format.slot import SlotHeader
 from moe_ckpt.memory.arena import ARENA, COPIES, FULL, Arena, Buffer
 from moe_ckpt.memory.directory import (
+    DIVERGED,
     RankDirectory,
     boot_id,
     entries,
+    generation_note,
     holder_of,
     make_rank_directory,
     newest_named,
@@ -232,7 +234,7 @@ class MemoryFiles:
         """Notes a generation as ``RankDirectory`` does. A warning tells of trouble."""
         self._noted.add(generation)
         try:
-            self._own.note_generation(generation)
+            self._own.note(generation_note(generation))
         except OSError as error:
             log.warning("cannot record in %s that generation %d is in use: %s", self.path, generation, error)
 
@@ -244,7 +246,7 @@ class MemoryFiles:
     def note_divergence(self) -> None:
         """This life has. A warning tells of trouble."""
         try:
-            self._own.note_divergence()
+            self._own.note(DIVERGED)
         except OSError as error:
             log.warning("that steps were others when they were computed again is not written down: %s", error)
 

@@ -65,25 +65,25 @@ def open_store(
         StoreUnwritableError: the directory cannot be created or written.
         StoreError: on the other ranks, with rank 0's message.
     """
-    keepers: list[StoreKeeper] = []
+    keeper: StoreKeeper | None = None
 
     def opened() -> tuple[str, int]:
+        nonlocal keeper
         try:
             run_id, generation, keeper = _open(storage, catalog, lock, retention, patience_secs, comm.world_size)
         except MoECheckpointError:
             raise
         except OSError as error:
             raise StoreUnwritableError(f"the store {storage.root} cannot be opened: {error}") from error
-        keepers.append(keeper)
         return run_id, generation
 
     try:
         run_id, generation = by_rank_zero(comm, opened, "open the store")
     except BaseException:
-        if keepers:  # the others did not hear of it
+        if keeper is not None:  # the others did not hear of it
             lock.release()
         raise
-    return run_id, generation, next(iter(keepers), None)
+    return run_id, generation, keeper
 
 
 def _open(
@@ -167,20 +167,12 @@ def describe_differences(storage: Storage, directories: Sequence[str], here: Sha
     """
     for directory in reversed(directories):
         try:
-            stored = _stored(storage, directory)
+            headers = [read_header(storage, record) for record in read_manifest(storage, directory, {}).files]
         except (OSError, DamagedError, FormatVersionError):
             continue
-        return "; ".join(_differences(stored, here))
+        entries = (entry for header in headers for entry in header.slices if entry.key.startswith(_MODEL))
+        return "; ".join(_differences({entry.key.removeprefix(_MODEL): entry.global_shape for entry in entries}, here))
     return ""
-
-
-def _stored(storage: Storage, directory: str) -> Shapes:
-    shapes: dict[str, Sequence[int]] = {}
-    for record in read_manifest(storage, directory, {}).files:
-        for entry in read_header(storage, record).slices:
-            if entry.key.startswith(_MODEL):
-                shapes[entry.key.removeprefix(_MODEL)] = entry.global_shape
-    return shapes
 
 
 def _differences(stored: Shapes, here: Shapes) -> list[str]:

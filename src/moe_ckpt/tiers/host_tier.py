@@ -233,22 +233,20 @@ def claim(run: RunContext, run_id: str, make: Callable[[int], BufferPool]) -> tu
     root, rank = run.storage.root, run.comm.rank
     with _registry_lock:
         _forget(lambda one: one.root != root and not one.tier.has_more)
-        candidates = [one for one in _left_by(root, run_id) if isinstance(one.tier, HostTier)]
-        earlier = min(
-            candidates, key=lambda one: one.tier.rank != rank, default=None
-        )  # several where ranks are threads
-        pool, inherited = make(0 if earlier is None else earlier.tier.nbytes), tuple[FoundSlot, ...]()
-        if earlier is not None:
-            _registry.remove(earlier)
-            inherited = earlier.tier.surrender() if isinstance(earlier.tier, HostTier) else ()
+        tiers = [one.tier for one in _left_by(root, run_id) if isinstance(one.tier, HostTier)]
+        # Where ranks are threads of one process, there are several.
+        earlier = min(tiers, key=lambda tier: tier.rank != rank, default=None)
+        pool = make(0 if earlier is None else earlier.nbytes)
+        inherited = () if earlier is None else earlier.surrender()
+        _registry[:] = [one for one in _registry if one.tier is not earlier]
     return pool, HostTier(rank, run_id, run.model, pool, SlotHeaders(run).of_share, inherited=inherited)
 
 
 def begin_in_slots(root: str, run_id: str, rank: int) -> None:
     """A session begins whose snapshots lie in slots: what earlier ones left is found in their files."""
     with _registry_lock:
-        for earlier in [one for one in _left_by(root, run_id) if one.tier.rank == rank]:
-            _registry.remove(earlier)
+        earlier = [one for one in _left_by(root, run_id) if one.tier.rank == rank]
+        _registry[:] = [one for one in _registry if one not in earlier]
 
 
 def _left_by(root: str, run_id: str) -> list[_Kept]:

@@ -1,4 +1,4 @@
-"""The directories that slots lie in, who owns them, and what dead processes left there."""
+"""The directories of slots, the processes that own them, and what dead processes left there."""
 
 from __future__ import annotations
 
@@ -34,33 +34,34 @@ LOCK = "lock"
 OWNER = "owner.json"
 _GENERATION, _RANK = re.compile(r"\d{6,}"), re.compile(r"rank_(\d{5,})")
 _NAMED = re.compile(r"names_(\d{6,})")
-"""An empty file in a rank's directory: its life has used this generation, too, in names of step directories."""
+"""An empty file in a rank's directory: see ``generation_note``."""
 DIVERGED = "diverged"
-"""An empty file in a rank's directory: what its life computed again from upstream logs was not what it was the first
-time, and no life has ended a step since."""
+"""An empty file in a rank's directory: steps that its life computed again from upstream logs had another result than at
+first, and no life has ended a step since."""
 _TAKEN = frozenset({errno.EACCES, errno.EAGAIN})
 _MOST_OWNER_NBYTES = 4096
 _TRIES = 64
 _PATIENCE_SECS, _PAUSE_SECS = 1.0, 0.005
-"""For somebody who removes what dead processes left, and holds a directory for that long."""
+"""Longest wait for a process that removes the slots of dead ones, and the pause between two attempts."""
 
 ELSEWHERE = -1
-"""Holder of a directory whose process has no number here: it is of another pid namespace."""
+"""Stands for a holder that has no number here, since it is in another pid namespace."""
 
 _FLOCK = "hhqqi"
 """``struct flock`` of 64-bit Linux: type, whence, start, length, process."""
 
 _owned: set[Identity] = set()
-"""The locks of this process: POSIX locks do not keep it from taking its own twice."""
+"""Locks that this process holds. POSIX locks do not prevent a process from taking its own lock twice."""
 _owned_guard = threading.Lock()
 MESSAGES_SUFFIX, SEALED_SUFFIX = ".messages", ".sealed"
-"""Of the files of an upstream log, which lie beside the slots of a rank: messages, and a header written last."""
+"""Suffixes of the files of an upstream log, in the directory of a rank: messages, and a header, which is written
+last."""
 _LOG_NAME = re.compile(r"upstream_\d{8,}")
 
 
 @dataclass(frozen=True)
 class Owner:
-    """The process that made a rank's directory; what is not known is 0 or empty."""
+    """The process that made a rank's directory. Unknown fields are 0 or empty."""
 
     pid: int = 0
     host: str = ""
@@ -76,7 +77,7 @@ class RankDirectory:
 
     Attributes:
         path: ``<root>/moe_ckpt-<uid>/<run>/<generation>/rank_<rank>``.
-        is_described: This process has written down whose it is.
+        is_described: The directory has a file that says who owns it.
     """
 
     def __init__(self, path: Path, descriptor: int) -> None:
@@ -87,10 +88,10 @@ class RankDirectory:
 
     @classmethod
     def take(cls, path: Path) -> RankDirectory | None:
-        """Lock a directory that exists; None if somebody else holds it, or it is gone.
+        """Locks a directory that exists; None if another process holds it, or it does not exist.
 
         Raises:
-            OSError: It cannot be locked.
+            OSError: The directory cannot be locked.
         """
         with _owned_guard:
             for _ in range(_TRIES):
@@ -111,11 +112,11 @@ class RankDirectory:
                 if identity_at(path / LOCK) == taken._identity:
                     _owned.add(taken._identity)
                     return taken
-                os.close(descriptor)  # its owner removed it meanwhile: whoever came next has locked another file
+                os.close(descriptor)  # its owner has removed it meanwhile, and the next one locks a new file
             return None
 
     def describe(self, store: str) -> None:
-        """Write down whose it is, for people and for ``sweep``."""
+        """Writes down who owns the directory, for people and for ``sweep``."""
         owner = Owner(os.getpid(), socket.gethostname(), boot_id(), store, time.time())
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
         with open(PRIVATE.create(str(self.path / OWNER), flags), "w") as file:
@@ -124,12 +125,12 @@ class RankDirectory:
 
     @property
     def slots(self) -> list[Path]:
-        """Returns the sealed slots; without suffix."""
+        """Returns the paths of the sealed slots, without suffix."""
         return slots_in(self.path)
 
     @property
     def is_empty(self) -> bool:
-        """Returns whether it holds nothing but what says whose it is."""
+        """Returns whether there is nothing in the directory but its lock, its owner and notes of generations."""
         return all(path.name in (LOCK, OWNER) or _NAMED.fullmatch(path.name) for path in entries(self.path))
 
     def note(self, name: str) -> None:
@@ -147,12 +148,12 @@ class RankDirectory:
         return (self.path / DIVERGED).exists()
 
     def forget_divergence(self) -> None:
-        """A step has ended."""
+        """Removes the note ``DIVERGED``."""
         if self.diverged:
             _delete(self.path / DIVERGED)
 
     def clear_unsealed(self) -> None:
-        """Delete what nobody can read: bytes without a header, and what was set aside as damaged."""
+        """Deletes unreadable files: bytes without a header, and slots that were set aside as damaged."""
         present = {path.name: path for path in entries(self.path)} if self._is_held else {}
         sealed = [path for path in slots_in(self.path) if data_of(path)[0].name in present]
         stays = {f"{path.name}{suffix}" for path in sealed for suffix in (HEADER_SUFFIX, STARTS_SUFFIX)}
@@ -162,23 +163,23 @@ class RankDirectory:
                 _delete(path)
 
     def drop_arenas(self) -> None:
-        """Delete the arenas that no slot is sealed in."""
+        """Deletes arenas that have no sealed slot."""
         used = {data_of(path)[0].name for path in self.slots}
         for name in (ARENA, COPIES) if self._is_held else ():
             if name not in used:
                 _delete(self.path / name)
 
     def clear(self) -> None:
-        """Delete all it holds but the lock."""
+        """Deletes all files but the lock."""
         for path in entries(self.path):
             if path.name != LOCK:
                 _delete(path)
 
     def remove(self) -> None:
-        """Delete it with all it holds, and then the run's directories above it that are empty; lets go of the lock.
+        """Deletes the directory with all files, and the run's directories above it that are empty then. Unlocks it.
 
-        Nothing is deleted after ``release``: it may be another process's by now. What cannot be deleted stays, with a
-        warning.
+        Nothing is deleted after ``release``, since another process may own the directory by then. A file that cannot be
+        deleted stays, with a warning.
         """
         if self._is_held:
             self.clear()
@@ -188,16 +189,16 @@ class RankDirectory:
 
     @property
     def is_gone(self) -> bool:
-        """Somebody has deleted it, while it was locked."""
+        """True if somebody has deleted the directory although it was locked."""
         return self._descriptor >= 0 and identity_at(self.path / LOCK) != self._identity
 
     @property
     def _is_held(self) -> bool:
-        """False after ``release``, or if it was removed by somebody and another process has made it again."""
+        """False after ``release``, or if somebody has removed the directory and another process made it again."""
         return self._descriptor >= 0 and identity_at(self.path / LOCK) in (None, self._identity)
 
     def release(self) -> None:
-        """Let others take it. Twice does no harm."""
+        """Unlocks the directory. A second call has no effect."""
         with _owned_guard:
             descriptor, self._descriptor = self._descriptor, -1
             if descriptor >= 0:
@@ -206,17 +207,18 @@ class RankDirectory:
 
 
 def slots_in(directory: Path) -> list[Path]:
-    """Returns the sealed slots of a rank's directory; without suffix."""
+    """Returns the paths of the sealed slots in a rank's directory, without suffix."""
     return sorted(path.with_suffix("") for path in directory.glob(f"*{AT}*{HEADER_SUFFIX}"))
 
 
 def _is_owned(path: Path) -> bool:
-    """True if this process holds a directory, by whatever name. To open its lock and close it again would drop it."""
+    """True if this process has locked a directory, under any name. It must not open the lock's file again: closing that
+    would unlock it."""
     return identity_at(path / LOCK) in _owned
 
 
 def entries(path: Path) -> list[Path]:
-    """Lists a directory, sorted; nothing, with a warning, if it cannot be read."""
+    """Returns the sorted entries of a directory; none, with a warning, if it cannot be read."""
     try:
         return sorted(path.iterdir())
     except OSError as error:
@@ -226,7 +228,7 @@ def entries(path: Path) -> list[Path]:
 
 
 def _delete(path: Path) -> None:
-    """Of what is not a file, or cannot be deleted, a warning tells."""
+    """Deletes a file; an error is a warning."""
     try:
         path.unlink(missing_ok=True)
     except OSError as error:
@@ -234,7 +236,7 @@ def _delete(path: Path) -> None:
 
 
 def remove_empty(*paths: Path) -> None:
-    """Remove directories, from the bottom up, until one is not empty."""
+    """Removes directories in this order, until one is not empty."""
     for path in paths:
         try:
             path.rmdir()
@@ -267,9 +269,10 @@ def user_directory(root: str) -> Path:
 
 
 def run_directory(root: str, run_id: str, store: str) -> Path:
-    """Returns the directory of what a run has below ``root``.
+    """Returns the directory of a run below ``root``.
 
-    A copy of a store has its ``run_id``, but lies in another place: neither run may touch what the other leaves.
+    A copy of a store has the same ``run_id``. The path of the store tells the two runs apart, so that neither touches
+    slots of the other.
 
     Raises:
         ConfigError: As ``user_directory``.
@@ -278,12 +281,14 @@ def run_directory(root: str, run_id: str, store: str) -> Path:
 
 
 def make_rank_directory(root: str, run_id: str, generation: int, rank: int, store: str) -> RankDirectory:
-    """A new directory for this life of a run. On a file system without a free page it ``is_described`` later: there may
-    be room once the run has taken over what it left there, and nothing can lie in it before.
+    """Makes a rank's directory for this life of a run, and locks it.
+
+    If the file system has no free page, the owner is written down later, before the first slot: there may be room once
+    the run has taken over its earlier slots.
 
     Raises:
-        ConfigError: As ``user_directory``; or it exists and is in use.
-        OSError: It cannot be made.
+        ConfigError: As ``user_directory``; or a living process uses the directory.
+        OSError: The directory cannot be made.
     """
     path = run_directory(root, run_id, store) / f"{generation:06d}" / f"rank_{rank:05d}"
     made = _made(path)
@@ -293,21 +298,21 @@ def make_rank_directory(root: str, run_id: str, generation: int, rank: int, stor
             f"Memory(directory={root!r}), and a store serves one job at a time"
         )
     try:
-        made.clear()  # of a life that ended before it said so anywhere
+        made.clear()  # files of a life of this generation that ended before anybody knew of it
         made.describe(store)
     except OSError as error:
         if error.errno not in FULL:
             made.remove()
             raise
-        log.info("%s: whose slots these will be is written down when there is room: %s", path, error)
+        log.info("%s: the owner is written down when there is room: %s", path, error)
     return made
 
 
 def _made(path: Path) -> RankDirectory | None:
-    """Make and lock a directory; None if somebody else holds it.
+    """Makes and locks a directory; None if another process holds it for longer than ``_PATIENCE_SECS``.
 
-    Again where it vanished between the two, for whoever removes its own takes empty directories above along, and for a
-    moment where somebody holds it, who may be about to remove it.
+    A process that removes its own directory removes empty directories above it as well, so that the new one may vanish
+    before it is locked: then it is made again.
     """
     until = time.monotonic() + _PATIENCE_SECS
     while True:
@@ -317,7 +322,7 @@ def _made(path: Path) -> RankDirectory | None:
             made = RankDirectory.take(path)
             if made is not None or is_last:
                 return made
-        except (FileNotFoundError, NotADirectoryError):  # the latter, too, where one vanished just now
+        except (FileNotFoundError, NotADirectoryError):  # both occur if a directory above has just vanished
             if is_last:
                 raise
         time.sleep(_PAUSE_SECS)
@@ -347,7 +352,7 @@ def _named(path: Path, pattern: re.Pattern[str]) -> list[Path]:
 
 
 def owner_of(path: Path) -> Owner:
-    """Returns who made a rank's directory, as far as that can be told."""
+    """Returns the owner of a rank's directory, as far as it is known."""
     try:
         recorded = json.loads((path / OWNER).read_bytes()[:_MOST_OWNER_NBYTES])
         host, boot, store = (str(recorded[name]) for name in ("host", "boot_id", "store"))
@@ -357,9 +362,8 @@ def owner_of(path: Path) -> Owner:
 
 
 def holder_of(path: Path) -> int:
-    """Process that has locked a rank's directory; 0 if none has, ``ELSEWHERE`` if it is of another pid namespace.
-
-    Takes nothing, so that nobody is disturbed.
+    """Returns the process that has locked a rank's directory; 0 if none has, ``ELSEWHERE`` if it is in another pid
+    namespace. Takes no lock itself.
     """
     with _owned_guard:
         if _is_owned(path):
@@ -384,12 +388,12 @@ def said_holder(pid: int) -> str:
 
 
 def node_of(root: str) -> str:
-    """The name of the node that a memory directory lies on: ranks that give the same one reach each other's slots.
+    """Returns a name for the node of a memory directory: ranks with the same name reach each other's slots.
 
-    Directories that are not the same are of different nodes even on one machine: that is how tests make nodes of
-    processes, and how containers with a ``/dev/shm`` of their own are told apart, which do fail together with their
-    machine (``Memory(failure_domain=...)``). The host name does not count where the kernel says which machine this is:
-    containers that share one ``/dev/shm`` (``--ipc=host``) have one each.
+    Different directories are different nodes even on one machine. So tests make nodes of processes, and containers with
+    a ``/dev/shm`` of their own are told apart, although they fail together with their machine
+    (``Memory(failure_domain=...)``). The host name counts only where the kernel has no ``boot_id``, since containers
+    that share one ``/dev/shm`` (``--ipc=host``) have different host names.
 
     Raises:
         OSError: There is no such directory.
@@ -399,7 +403,7 @@ def node_of(root: str) -> str:
 
 
 def boot_id() -> str:
-    """Names the time since this machine was started; empty where the kernel does not say."""
+    """Returns the kernel's identifier of this boot of the machine; empty if there is none."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -407,15 +411,16 @@ def boot_id() -> str:
 
 
 def log_path(directory: Path, step: int) -> Path:
-    """Returns where the log of a step lies, without a suffix."""
+    """Returns the path of the upstream log of a step, without a suffix."""
     return directory / f"upstream_{step:08d}"
 
 
 def is_log(name: str, siblings: Collection[str]) -> bool:
-    """Returns whether a file is of a sealed log.
+    """Returns whether a file belongs to a sealed upstream log.
 
     Args:
-        siblings: Names of all files of its directory.
+        name: Of the file.
+        siblings: Names of all files in its directory.
     """
     path = Path(name)
     is_named = _LOG_NAME.fullmatch(path.stem) is not None and path.suffix in (MESSAGES_SUFFIX, SEALED_SUFFIX)

@@ -39,9 +39,9 @@ from moe_ckpt.threads import ThreadName, named_thread
 log = logging.getLogger("moe_ckpt")
 
 _PATIENCE_SECS, _PAUSE_SECS = 5.0, 0.01
-"""For whoever holds what this rank left, and how often that is looked at."""
+"""Longest wait for a process that holds a directory of this rank, and the pause between two attempts."""
 _ABANDONED_SECS = 86_400.0
-"""A run without a living process is over after that; until then it may be waiting for its restart."""
+"""A run without a living process is over after this time; before, it may be waiting for its restart."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,19 +53,19 @@ class FoundSlot:
 
 
 class MemoryFiles:
-    """Makes slots for one rank of one life, and owns what earlier lives left for it. See the package.
+    """Makes slots for one rank in one life of a run, and owns the slots that earlier lives left. See the package.
 
     Args:
         root: A directory of this node.
         run_id: Of the store.
-        generation: This life.
-        life: A token that names it.
+        generation: Number of this life.
+        life: Token of this life, equal on every rank.
         rank: This process's.
-        store: Where the run's checkpoints are.
+        store: Directory or URL of the run's checkpoints.
 
     Raises:
         ConfigError: The directory cannot be used.
-        OSError: It cannot be written.
+        OSError: The directory cannot be written.
     """
 
     def __init__(self, root: str, run_id: str, generation: int, life: str, rank: int, store: str) -> None:
@@ -89,37 +89,33 @@ class MemoryFiles:
 
     @property
     def paths(self) -> tuple[Path, ...]:
-        """Returns the paths of all rank directories that are owned."""
+        """Returns the rank directories that this process has locked: that of this life first."""
         return tuple(directory.path for directory in (self._own, *self._left))
 
     def open_arena(self, limit: int, *, locks: bool = False) -> None:
-        """Make this life's arenas, of those that this rank's earlier life left.
+        """Makes this life's arenas, in the files of the arenas that this rank's earlier life left.
 
-        To be called when its slots were taken over, which ``adopt`` must be given then.
+        Call ``take_left`` for the same rank before, and ``adopt`` with its slots afterwards.
 
         Args:
-            limit: Bytes that it may grow to, besides those rooms.
+            limit: The most bytes that the arena may have, adopted rooms apart.
             locks: See ``Arena``.
 
         Raises:
-            OSError: It cannot be made.
+            OSError: An arena cannot be made.
         """
         self._limit, self._locks = limit, locks
         for name in (ARENA, COPIES):
-            self._link(name)
+            # A file of the newest life that had one saves time. A slot that could not be opened keeps its bytes.
+            for directory in self._left:
+                with contextlib.suppress(OSError):
+                    if directory.path not in self._unread:
+                        os.link(directory.path / name, self.path / name, follow_symlinks=False)
+                        break
             self._arena_at(name)
 
-    def _link(self, name: str) -> None:
-        """Go on with the file of the newest life that had one. Without it a new one is made, which takes longer."""
-        for directory in self._left:
-            if directory.path in self._unread:  # a slot that could not be opened keeps its bytes
-                continue
-            with contextlib.suppress(OSError):
-                os.link(directory.path / name, self.path / name, follow_symlinks=False)
-                return
-
     def _arena_at(self, name: str) -> Arena:
-        """Returns an arena of this life. If somebody has deleted it, it is made again."""
+        """Returns an arena of this life, which is made again if somebody has deleted its file."""
         with self._making:
             arena = self._arenas.get(name)
             if arena is None or self._own.is_gone or arena.is_gone:
@@ -133,14 +129,14 @@ class MemoryFiles:
 
     @property
     def arena(self) -> Arena:
-        """This life's own, after ``open_arena``."""
+        """Returns the arena of this rank's own snapshots. Call ``open_arena`` before."""
         return self._arenas[ARENA]
 
     def adopt(self, slots: Sequence[FoundSlot]) -> list[FoundSlot]:
-        """Keep slots of the arena from being overwritten.
+        """Protects slots in the arenas of this life from being overwritten.
 
         Returns:
-            Those that can be used: all, unless a fault of this library gave two of them the same bytes.
+            The slots that can be used: all, unless a fault of this library gave two of them the same bytes.
         """
         sound = []
         for leftover in newest_first(slots):
@@ -154,11 +150,11 @@ class MemoryFiles:
         return sound
 
     def slot(self, buffer: Buffer) -> Slot:
-        """Returns the slot whose bytes a room of the arena holds."""
+        """Returns a new slot whose bytes are in a room of the arena."""
         return Slot.of(self._next_path(OWN), buffer)
 
     def grow(self, end: int, **how: Any) -> bool:
-        """Grows the arena as ``Arena.grow`` does, once deletions have ended, and in a directory of this life."""
+        """Grows the arena as ``Arena.grow`` does. Waits for deletions under way if the file system has no room."""
         return self._grow(self._arena_at(ARENA), end, **how)
 
     def _grow(self, arena: Arena, end: int, **how: Any) -> bool:
@@ -170,7 +166,7 @@ class MemoryFiles:
             return arena.grow(end, **how)
 
     def describe(self) -> None:
-        """Write down whose the slots are, before one is sealed. Raises ``MemoryFullError``: there is no room for it."""
+        """Writes down who owns the slots, before one is sealed. Raises ``MemoryFullError`` if there is no room."""
         if not self._own.is_described:
             try:
                 self._own.describe(self._store)
@@ -180,7 +176,7 @@ class MemoryFiles:
                 raise MemoryFullError(str(self.path), PAGE_NBYTES, free_bytes(str(self.path))) from error
 
     def shrink(self) -> bool:
-        """Give back memory at the arena's end that nobody has, for headers; False if there is none. On any thread."""
+        """Gives unused memory at the arena's end back to the file system; False if there is none. On any thread."""
         before = self.arena.nbytes
         self.arena.shrink(0)
         return self.arena.nbytes < before
@@ -189,15 +185,15 @@ class MemoryFiles:
         return self.path / f"{kind}_{next(self._numbers):03d}"
 
     def make(self, nbytes: int, require: Callable[[int], None] = lambda nbytes: None) -> Slot:
-        """A new slot for what is no snapshot of this rank. ``Slot.remove`` gives its room back. On any thread.
+        """Makes a slot for a copy of another rank's snapshot, or for plain state. On any thread.
 
         Args:
-            nbytes: Of the slot.
+            nbytes: Of the slot, whose room ``Slot.remove`` gives back.
             require: See ``Arena.grow``.
 
         Raises:
             MemoryFullError: There is no room.
-            OSError: It cannot be made, or ``close`` was called: the next life may have the directory by now.
+            OSError: The slot cannot be made, or ``close`` was called: the next life may have the directory by now.
         """
         with self._copying:
             if self._is_closed:
@@ -209,7 +205,7 @@ class MemoryFiles:
         return Slot.of(self._next_path(COPY), rooms[0], frees=True)
 
     def fits(self, nbytes: int) -> bool:
-        """Returns whether a slot may be had. At once, and no promise."""
+        """Returns whether the file system has so many bytes free at the moment."""
         try:
             return free_bytes(str(self.path)) >= nbytes
         except FileNotFoundError:  # it is made again
@@ -218,7 +214,7 @@ class MemoryFiles:
             return False
 
     def _make_again(self) -> None:
-        """Somebody has deleted the directory. Raises ``OSError``: it cannot be had any more."""
+        """Makes the directory again if somebody has deleted it. Raises ``OSError`` if that cannot be done."""
         gone = self._own
         if not gone.is_gone:
             return
@@ -231,7 +227,7 @@ class MemoryFiles:
             self.note_generation(generation)
 
     def note_generation(self, generation: int) -> None:
-        """Notes a generation as ``RankDirectory`` does. A warning tells of trouble."""
+        """Notes that this life uses another generation, too (``generation_note``). An error is a warning."""
         self._noted.add(generation)
         try:
             self._own.note(generation_note(generation))
@@ -240,34 +236,33 @@ class MemoryFiles:
 
     @property
     def diverged(self) -> bool:
-        """Returns whether an earlier life that left something here computed steps again, and they were others."""
+        """Returns whether a life diverged (``DIVERGED``) whose directory this process has taken over."""
         return any(directory.diverged for directory in self._left)
 
     def note_divergence(self) -> None:
-        """This life has. A warning tells of trouble."""
+        """Notes that this life has diverged (``DIVERGED``). An error is a warning."""
         try:
             self._own.note(DIVERGED)
         except OSError as error:
-            log.warning("that steps were others when they were computed again is not written down: %s", error)
+            log.warning("cannot record that steps were computed again with another result: %s", error)
 
     def forget_divergence(self) -> None:
-        """Training gets on."""
+        """Removes the notes of earlier lives that they diverged: this life has ended a step."""
         for directory in self._left:
             directory.forget_divergence()
 
     def remove(self, leftovers: list[FoundSlot]) -> None:
-        """Delete slots of earlier lives. When this returns no later life comes back to them.
+        """Deletes slots of earlier lives. When this returns, no later life resumes from them. On any thread.
 
-        The rest is done on a thread of its own: to give their pages back takes the kernel a tenth of a second per GB.
-        Their memory is free when nobody else knows them. On any thread.
+        Another thread frees their memory, which takes the kernel a tenth of a second per GB.
 
         Args:
-            leftovers: Emptied.
+            leftovers: The slots; this list is emptied, since a reference to a slot keeps its memory.
         """
         slots = [leftover.slot for leftover in leftovers]
         leftovers.clear()
         for slot in slots:
-            with contextlib.suppress(OSError):  # said when the rest cannot be removed either
+            with contextlib.suppress(OSError):  # ``_remove`` meets the same error, and warns
                 slot.unseal()
         if not slots:
             return
@@ -282,14 +277,14 @@ class MemoryFiles:
     def _remove(self, slots: list[Slot]) -> None:
         while slots:
             slots.pop().remove()
-        for directory in tuple(self._left):  # what only slots of earlier lives took
+        for directory in tuple(self._left):
             directory.drop_arenas()
         arena = self._arenas.get(ARENA)
         if arena is not None and not arena.adopted_nbytes and arena.nbytes > self._limit:
             arena.shrink(self._limit)
 
     def wait_removed(self) -> bool:
-        """Returns when the rooms of what ``remove`` was given are free; False if nothing was under way."""
+        """Waits until the memory of all slots given to ``remove`` is free; False if no deletion was under way."""
         with self._making:
             threads = [thread for thread in self._removing if thread.is_alive()]
         for thread in threads:
@@ -297,17 +292,18 @@ class MemoryFiles:
         return bool(threads)
 
     def take_left(self, *, same_rank: bool) -> list[FoundSlot]:
-        """Take over what ended lives left on this node, except what living processes hold.
+        """Takes over the slots that ended lives left on this node. Directories of living processes are left alone.
 
-        Trouble with one directory or slot is a warning, and costs no other. Who holds a directory of this rank may be
-        a process that is dying, or a command at work there: that is waited for, some seconds in all.
+        An error with one directory or slot is a warning, and the others are taken over all the same. A directory of
+        this rank may be locked by a process that is dying, or by a command that works there: this waits for those, up
+        to ``_PATIENCE_SECS`` in all.
 
         Args:
-            same_rank: What this rank left; else whatever nobody has taken yet. Ranks of a node call it for the former
-                first, and for the latter when all of them have.
+            same_rank: Take the directories of this rank; else all that nobody has taken. The ranks of a node call it
+                with True first, and with False once all of them have done that.
 
         Returns:
-            Every slot that opens, of what this call took, the newest step first (``newest_first``).
+            The slots that could be opened, of the directories that this call took, the newest step first.
         """
         before, until = len(self._left), time.monotonic() + _PATIENCE_SECS if same_rank else None
         for generation, rank, path in list(rank_directories(self._run)):
@@ -327,32 +323,37 @@ class MemoryFiles:
                 self._unread.add(directory.path)
 
     def _take(self, path: Path, until: float | None) -> None:
-        """until: ``time.monotonic`` to which whoever holds sealed slots is waited for; None: nobody is."""
+        """Takes over one directory.
+
+        Args:
+            path: Of the directory.
+            until: ``time.monotonic`` until which to wait for a process that holds sealed slots; None: do not wait.
+        """
         try:
             while (taken := RankDirectory.take(path)) is None and time.monotonic() < (until or 0.0):
                 if not _has_sealed(path):
                     break
                 time.sleep(_PAUSE_SECS)
             if taken is None:
-                # What others left is taken by ranks of the node in turn: that one of them holds it is no trouble.
+                # Directories of other ranks are taken by any rank of the node: it is no fault if one of them holds it.
                 is_missed = until is not None and _has_sealed(path)
                 level = logging.WARNING if is_missed else logging.INFO
                 log.log(level, "%s is not used: %s holds it", path, said_holder(holder_of(path)))
                 return
             self._left.append(taken)
             taken.clear_unsealed()
-            if taken.is_empty:  # else lives that die one after the other would leave more and more of them
+            if taken.is_empty:  # else lives that die one after the other would leave ever more directories
                 self._left.remove(taken)
                 taken.remove()
         except OSError as error:
             log.warning("the content of %s is not used: %s", path, error)
 
     def close(self, *, keep: bool) -> None:
-        """Let go of everything; what is not kept is removed. Twice does no harm.
+        """Unlocks all directories. A second call has no effect.
 
         Args:
-            keep: Leave sealed slots to whoever starts the run again. Else nothing that this rank made stays, nor of
-                earlier lives on this node but what living processes hold.
+            keep: Leave sealed slots to the next start of the run. Else all slots of this rank are removed, and those of
+                earlier lives on this node, unless a living process holds them.
         """
         self.wait_removed()
         with self._copying:
@@ -370,7 +371,8 @@ class MemoryFiles:
             self._remove_rest()
 
     def _remove_rest(self) -> None:
-        """Remove what nobody took of earlier lives, whose processes lived then. Ranks of this life remove their own."""
+        """Removes directories of earlier lives whose processes were alive when this life began. Those of this life are
+        for the other ranks to remove."""
         for generation, _, path in list(rank_directories(self._run)):
             if generation >= self.generation:
                 continue
@@ -388,7 +390,8 @@ class MemoryFiles:
 
 
 def _most_nbytes(path: str) -> int:
-    """Returns the bytes that copies of others may take here at most: more than they ever will."""
+    """Returns a limit for copies of other ranks, in bytes, which they never reach: the machine's memory, or the file
+    system if that is smaller."""
     machine, status = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"), os.statvfs(path)
     return min(machine, status.f_blocks * status.f_frsize or machine)
 
@@ -409,17 +412,18 @@ def newest_generation(run: Path) -> int:
 
 
 def left_bytes(run: Path) -> int:
-    """Returns the bytes that ended lives of a run left: free again when a life that takes them over has its own."""
+    """Returns the bytes that ended lives of a run left, which are free once a life that took them over has its own
+    slots."""
     return used_bytes(*(path for _, _, path in rank_directories(run) if not holder_of(path)))
 
 
 def sweep(beginning: Path) -> int:
-    """Remove what runs left that are over: of another boot, or without a living process for a day.
+    """Removes the directories of runs that are over: of another boot, or without a living process for a day.
 
-    Trouble with one of them is a warning, and no reason for this run not to begin.
+    An error with one of them is a warning, since this run can begin all the same.
 
     Args:
-        beginning: The directory of the run that begins here, which is left alone; the others lie beside it.
+        beginning: The directory of the run that begins; those of other runs are in the same directory.
 
     Returns:
         How many bytes were freed.
@@ -445,7 +449,7 @@ def _swept(run: Path) -> int:
 
 
 def used_bytes(*paths: Path) -> int:
-    """Counts the bytes of all files below that are still there; of one that lives have in common, once."""
+    """Counts the bytes of all files below ``paths``; a file that several lives share counts once."""
     sizes: dict[Identity, int] = {}
     for directory, _, names in itertools.chain.from_iterable(map(os.walk, paths)):
         for name in names:
@@ -464,7 +468,7 @@ def _is_over(run: Path) -> bool:
 
 
 def _touched(run: Path) -> float:
-    """When a slot of the run was sealed last, or a directory made, in seconds since the epoch."""
+    """Returns when a slot of the run was sealed last, or a directory made, in seconds since the epoch."""
     touched = 0.0
     for path in (run, *entries(run), *(path for _, _, path in rank_directories(run))):
         with contextlib.suppress(OSError):
@@ -473,7 +477,7 @@ def _touched(run: Path) -> float:
 
 
 def _taken(run: Path, held: contextlib.ExitStack) -> list[RankDirectory] | None:
-    """All of a run's directories on this node, which ``held`` releases; None if a process holds one of them."""
+    """Returns all of a run's directories on this node, locked until ``held`` ends; None if a process holds one."""
     taken = []
     for path in [path for _, _, path in rank_directories(run)]:
         directory = RankDirectory.take(path)
@@ -486,11 +490,13 @@ def _taken(run: Path, held: contextlib.ExitStack) -> list[RankDirectory] | None:
 
 
 def retry_run(run: Path) -> bool:
-    """Let a run go on once more from slots that its last starts failed with; False, and nothing is done, if one of its
-    processes is alive.
+    """Allows a run to resume once more from slots with which its last starts failed.
+
+    Returns:
+        False, without any change, if one of the run's processes is alive.
 
     Raises:
-        OSError: Its directories cannot be locked; nothing is done.
+        OSError: A directory cannot be locked; nothing was changed.
     """
     with contextlib.ExitStack() as held:
         taken = _taken(run, held)
@@ -501,12 +507,15 @@ def retry_run(run: Path) -> bool:
 
 
 def remove_run(run: Path) -> bool:
-    """Remove all that a run has on this node; False, and nothing is done, if one of its processes is alive.
+    """Removes all that a run has on this node.
 
-    A life that begins meanwhile keeps what it has made: only what was locked here is removed, and what is empty.
+    A life that begins meanwhile keeps its directories: only locked and empty directories are removed.
+
+    Returns:
+        False, without any change, if one of the run's processes is alive.
 
     Raises:
-        OSError: It cannot be read or locked; nothing is done.
+        OSError: A directory cannot be read or locked; nothing was changed.
     """
     with contextlib.ExitStack() as held:
         taken = _taken(run, held)

@@ -22,14 +22,14 @@ from moe_ckpt.threads import ThreadName, ahead, named_pool
 log = logging.getLogger("moe_ckpt")
 
 _PIECE_NBYTES = 16 << 20
-"""After so many bytes a thread looks whether it is still wanted."""
+"""After so many bytes a thread looks whether anybody still waits for the result."""
 READERS = 4
-"""Threads of a rank that read and verify at once: as quick as most of a host's memory, and they wait together for a far
-storage."""
+"""Threads of a rank that read and verify together: enough for the speed of most hosts' memory, and for a storage that
+answers slowly."""
 _TASK_NBYTES = 64 << 20
-"""A thread takes slices of so many bytes at a time. Mapping their pages takes longest, for each thread by itself."""
+"""Bytes of the slices that a thread takes at a time. Most of its time it maps their pages."""
 _MOST_SNAPSHOTS = 2
-"""The newest may lack another rank's share; then it is the one before."""
+"""Snapshots to verify ahead of time: the newest may lack another rank's share, and then the one before counts."""
 
 
 _Expected = tuple[torch.Tensor, int]
@@ -37,24 +37,24 @@ _Expected = tuple[torch.Tensor, int]
 
 
 class SlotChecker:
-    """Reads slots on threads of its own, outside of the interpreter's lock; the pages are mapped on the way.
+    """Verifies slots ahead of time, on threads that do not hold the interpreter's lock, and maps their pages thereby.
 
-    It finds slots of which every slice is as it was written. Of others it says nothing: whoever reads them finds out.
+    It confirms slots whose slices are all as they were written. For others, the reader verifies each slice itself.
 
     Args:
-        slots: In this order. They belong to somebody else, and may go at any time.
+        slots: To verify, in this order. Their owner may delete them at any time.
     """
 
     def __init__(self, slots: Sequence[FoundSlot]) -> None:
         self._awaited = set(slots)
         self._pool = named_pool(ThreadName.CHECK)
         self._checks: dict[FoundSlot, Future[bool]] = {}
-        with contextlib.suppress(RuntimeError):  # no thread to be had: whoever reads them checks them
+        with contextlib.suppress(RuntimeError):  # no thread can be started: readers verify the slots
             for candidate in slots:
                 self._checks[candidate] = self._pool.submit(self._is_sound, candidate)
 
     def only(self, slots: Collection[FoundSlot]) -> None:
-        """Nobody will ask for others."""
+        """Stops verifying slots other than these."""
         self._awaited.intersection_update(slots)
         for candidate in self._checks.keys() - self._awaited:
             self._checks.pop(candidate).cancel()
@@ -62,12 +62,13 @@ class SlotChecker:
             self._pool.shutdown(wait=False)
 
     def is_sound(self, slot: FoundSlot) -> bool:
-        """Returns whether every slice is as it was written, if that is known; waits for a slot that is being read."""
+        """Returns True if every slice is known to be as it was written. Waits for a slot that is being verified; one
+        whose turn has not come is left to the caller."""
         check = self._checks.get(slot)
-        return check is not None and not check.cancel() and check.result()  # one that waits: the caller is as quick
+        return check is not None and not check.cancel() and check.result()
 
     def close(self) -> None:
-        """End the threads. Twice does no harm."""
+        """Ends the threads. A second call has no effect."""
         self.only(())
         self._pool.shutdown()
 
@@ -81,25 +82,25 @@ class SlotChecker:
             ]
             check = partial(self._are_as_written, candidate)
             return all(ahead(ThreadName.CHECK, READERS, check, _tasks(expected)))
-        except Exception as error:  # whatever it is, who needs the slot verifies it
+        except Exception as error:  # whatever it is, the reader of the slot verifies it
             log.info("%s is not verified ahead of time: %s", path, error)
             return False
 
     def _are_as_written(self, candidate: FoundSlot, expected: Sequence[_Expected]) -> bool:
-        return all(self._is_as_written(candidate, data, checksum) for data, checksum in expected)
-
-    def _is_as_written(self, candidate: FoundSlot, data: torch.Tensor, checksum: int) -> bool:
-        """False, too, once nobody wants to know."""
-        hasher = xxhash.xxh3_64()
-        for begin in range(0, data.numel(), _PIECE_NBYTES):
-            if candidate not in self._awaited:
+        """Returns whether slices have their checksums; False, too, if nobody waits for the result any more."""
+        for data, checksum in expected:
+            hasher = xxhash.xxh3_64()
+            for begin in range(0, data.numel(), _PIECE_NBYTES):
+                if candidate not in self._awaited:
+                    return False
+                hasher.update(data[begin : begin + _PIECE_NBYTES].numpy().data)
+            if hasher.intdigest() != checksum:
                 return False
-            hasher.update(data[begin : begin + _PIECE_NBYTES].numpy().data)
-        return hasher.intdigest() == checksum
+        return True
 
 
 def _tasks(expected: Sequence[_Expected]) -> Iterator[list[_Expected]]:
-    """Yields neighbouring slices of so many bytes that a thread may read them at a time."""
+    """Yields neighbouring slices of ``_TASK_NBYTES`` together."""
     task, nbytes = list[_Expected](), 0
     for data, checksum in expected:
         task.append((data, checksum))
@@ -112,14 +113,14 @@ def _tasks(expected: Sequence[_Expected]) -> Iterator[list[_Expected]]:
 
 
 def newest_of(slots: Sequence[FoundSlot], rank: int, most: int = _MOST_SNAPSHOTS) -> list[FoundSlot]:
-    """The slots that a rank's next life most likely goes on from, all of its own share.
+    """Returns the slots of a rank's own share from which its next life most likely resumes.
 
     Args:
-        slots: That earlier lives left, the newest step first.
-        rank: That goes on.
-        most: Snapshots, each with what belongs to it.
+        slots: Slots that earlier lives left, the newest step first.
+        rank: Whose share.
+        most: Snapshots, each with the others of its window or gradient log.
     """
-    shares = [slot for slot in slots if slot.header.rank == rank and slot.header.only != STATE]  # which is small
+    shares = [slot for slot in slots if slot.header.rank == rank and slot.header.only != STATE]
     chosen: list[FoundSlot] = []
     whole = [candidate for candidate in shares if candidate.header.only != GRADIENTS]
     for _ in range(most):
@@ -131,7 +132,7 @@ def newest_of(slots: Sequence[FoundSlot], rank: int, most: int = _MOST_SNAPSHOTS
 
 
 def _goes_with(candidate: FoundSlot, newest: FoundSlot) -> bool:
-    """Whether a checkpoint that ends with ``newest`` needs this one."""
+    """Returns whether a checkpoint that ends with ``newest`` needs this slot."""
     header, last = candidate.header, newest.header
     if candidate is newest or header.identity.life != last.identity.life:
         return candidate is newest
@@ -142,20 +143,20 @@ def _goes_with(candidate: FoundSlot, newest: FoundSlot) -> bool:
 
 
 class LeftSlots:
-    """Owns these slots. ``remove`` may be called on any thread, the rest on the training thread.
+    """Owns slots of earlier lives. ``remove`` may be called on any thread, all else on the training thread.
 
-    Counts starts, too: one that resumes from a slot is noted there (``Slot.note_start``) until it gets somewhere. A
-    start that is killed in a replay counts for nothing, since a replay takes long; one whose replay diverges does. What
-    ranks kept of the newest step counts each start in which only some go back, until a step ends: whether such a one
-    diverged is known to those that went back alone.
+    It also counts starts, so that no run resumes from the same slot for ever: a start that resumes from a slot is noted
+    there (``Slot.note_start``) until training advances. A start that is killed during a replay does not count, since a
+    replay takes long; one whose replay diverges does. A *lasting* start, in which only some ranks go back, counts until
+    a step ends, since only those ranks know whether the replay diverged.
 
     Args:
-        found: The slots, which this process owns now, the newest first.
+        slots: The slots, the newest first.
         delete: Deletes slots in the background, and empties the list (``MemoryFiles.remove``).
-        likely: Those of them that the run most likely resumes from, which are verified ahead of time.
+        likely: The slots from which the run most likely resumes, which are verified ahead of time.
 
     Attributes:
-        checker: Verifies them.
+        checker: Verifies ``likely``.
     """
 
     def __init__(
@@ -174,12 +175,12 @@ class LeftSlots:
 
     @property
     def slots(self) -> tuple[FoundSlot, ...]:
-        """Returns the slots that are still there."""
+        """Returns the slots that were not deleted."""
         with self._lock:
             return tuple(self._slots)
 
     def add(self, slots: Iterable[FoundSlot]) -> None:
-        """Adds slots that this process owns now; nothing was decided yet."""
+        """Adds slots, before ``keep``."""
         with self._lock:
             self._slots = newest_first((*self._slots, *slots))
 
@@ -189,20 +190,21 @@ class LeftSlots:
         return sum(leftover.slot.memory.numel() for leftover in self.slots)
 
     def keep(self, used: Collection[FoundSlot]) -> None:
-        """The run resumes from these slots, or from none: the others are deleted."""
+        """Deletes all slots but these, from which the run resumes."""
         self._is_chosen = True
         self._noted.clear()
         self.checker.only(())
         with self._lock:
             over = [leftover for leftover in self._slots if leftover not in used]
             self._slots = [leftover for leftover in self._slots if leftover in used]
-        self._delete(over)  # the only one to know them now: who is last frees their memory, which takes long
+        self._delete(over)  # without another reference here: the last one frees their memory, which takes long
 
     def note_start(self, leftover: FoundSlot, *, lasting: bool = False) -> None:
-        """This start resumed from a slot.
+        """Notes that this start resumes from a slot.
 
         Args:
-            lasting: It counts until a step ends.
+            leftover: The slot.
+            lasting: See the class.
         """
         leftover.slot.note_start()
         self._noted.append(leftover)
@@ -210,28 +212,28 @@ class LeftSlots:
             self._lasting.append(leftover)
 
     def withdraw_starts(self) -> None:
-        """This start ends by an error that is no slot's fault, before anything was computed."""
+        """Takes the notes of this start back: it ends by an error that no slot has caused, before any step."""
         for leftover in self._noted:
             leftover.slot.withdraw_start()
         self._noted.clear()
 
     def training_begins(self) -> None:
-        """Without a call of ``keep``, the run resumes from none: a later life must not return to these slots either."""
+        """Deletes all slots unless ``keep`` was called: a later life must not return to them either."""
         if not self._is_chosen:
             self.keep(())
 
     def step_ended(self) -> None:
-        """Training advances: the next start may resume from these slots, too."""
+        """Forgets the starts that were counted, once: training has advanced."""
         if not self._gets_on:
             self._gets_on = self._replays = True
             for leftover in self.slots:
                 leftover.slot.forget_starts()
 
     def step_replayed(self, *, equal: bool) -> None:
-        """A step was computed again, here or on ranks that this one waits for.
+        """Notes that a step was replayed, on this rank or on ranks that this one waits for.
 
         Args:
-            equal: To what was recorded.
+            equal: The result is what was recorded; False if the replay diverged.
         """
         for leftover in () if equal and self._replays else self.slots:
             if not self._replays and leftover not in self._lasting:
@@ -241,14 +243,14 @@ class LeftSlots:
         self._replays = True
 
     def remove(self) -> bool:
-        """Remove them all, and do not use their directories again; returns whether there were any."""
+        """Deletes all slots; returns whether there were any."""
         slots = self.forget()
         were_any = bool(slots)
         self._delete(slots)
         return were_any
 
     def forget(self) -> list[FoundSlot]:
-        """Leave their files as they are; returns them."""
+        """Returns all slots, and owns them no more. Their files stay."""
         self._noted.clear()
         self.checker.only(())
         with self._lock:

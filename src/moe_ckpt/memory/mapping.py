@@ -1,7 +1,7 @@
 """Maps memory for this process alone, and page-locks it for CUDA.
 
-A forked child, such as a data loader's worker, would keep the memory of a file that its parent has deleted for as long
-as it lives. So it gets no descriptor, and private zeros in place of the bytes.
+A forked child, such as a data loader's worker, would keep the memory of a file that its parent has deleted until the
+child ends. So a child gets no descriptor of the file, and private zeros in place of the bytes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def identity(status: os.stat_result) -> Identity:
 
 
 def identity_at(path: Path) -> Identity | None:
-    """Returns the identity of what has this name now; None if nothing has."""
+    """Returns the identity of the file with this name; None if there is none."""
     try:
         return identity(path.lstat())
     except (FileNotFoundError, NotADirectoryError):
@@ -34,8 +34,8 @@ def identity_at(path: Path) -> Identity | None:
 
 
 LOCK_NBYTES = 64 << 20
-"""CUDA locks memory in pieces that end where an address is a multiple of this: a copy from a GPU must not cross such an
-end (``slices.copying``)."""
+"""Memory is locked for CUDA in pieces that end where an address is a multiple of this: a copy from a GPU must not cross
+such an end (``slices.copying``)."""
 PAGE_NBYTES = mmap.PAGESIZE
 _FIXED, _NORESERVE, _POPULATE_WRITE = 0x10, 0x4000, 23
 """``MAP_FIXED``, ``MAP_NORESERVE`` and ``MADV_POPULATE_WRITE`` of Linux."""
@@ -47,10 +47,10 @@ _mapped: dict[int, tuple[int, int]] = {}
 
 
 class Pages:
-    """Owns a range of addresses, and the file behind it, which grows into it.
+    """Owns a range of addresses, and the file behind it, which grows.
 
-    Memory that CUDA has locked must be unlocked before it is unmapped, whoever used it last, on whichever thread. So
-    the tensors of ``bytes``, and their views, keep this object alive, which does both when nobody uses them any more.
+    Memory that CUDA has locked must be unlocked before it is unmapped, on whichever thread its last user is. So the
+    tensors of ``bytes``, and their views, keep this object alive, and its end unlocks and unmaps the memory.
 
     Args:
         limit: Bytes of addresses, at least. Only the first ``ready`` of them may be touched.
@@ -62,7 +62,7 @@ class Pages:
         ready: Bytes that exist, have been touched and, where asked for, page-locked.
 
     Raises:
-        OSError: They cannot be mapped.
+        OSError: The addresses cannot be mapped.
     """
 
     def __init__(self, limit: int, descriptor: int = -1) -> None:
@@ -91,16 +91,16 @@ class Pages:
         return torch.from_numpy(np.asarray(self)[begin : begin + nbytes])
 
     def grow(self, end: int, *, locks: bool = False, touches: bool = True) -> None:
-        """Make the bytes from ``ready`` to ``end`` exist. Slow; not for the training thread.
+        """Makes the memory from ``ready`` to ``end``. Slow; not for the training thread.
 
         Args:
             end: Rounded up to whole pages, and, where they are locked, to where CUDA's next piece begins.
-            locks: Page-lock them, for copies from a GPU.
-            touches: Have the kernel make the pages now, not when they are first used.
+            locks: Page-lock the memory, for copies from a GPU.
+            touches: Have the kernel make the pages now, and not at their first use.
 
         Raises:
             OSError: There is no room; ``ready`` stays.
-            RuntimeError: CUDA refuses to lock them; ``ready`` stays, and no later call of CUDA meets the error.
+            RuntimeError: CUDA refuses to lock the memory; ``ready`` stays, and no later call of CUDA meets the error.
         """
         begin, end = self.ready, min(self.limit, _up(end, LOCK_NBYTES if locks else PAGE_NBYTES))
         if end <= begin:
@@ -136,10 +136,10 @@ class Pages:
         pages |= np.uint8(0)
 
     def shrink(self, end: int) -> None:
-        """Give back what lies behind ``end``, rounded up to whole pages. Nobody may use that any more.
+        """Gives back the memory behind ``end``, rounded up to whole pages, which nobody may use any more.
 
         Raises:
-            OSError: The file stays as large as it is.
+            OSError: The file cannot be truncated.
         """
         end = _up(end, PAGE_NBYTES)
         for begin in [begin for begin in self._locked if begin + LOCK_NBYTES > end]:
@@ -155,7 +155,7 @@ class Pages:
             self.drop(end, self.limit)
 
     def drop(self, begin: int, end: int) -> None:
-        """Give the pages of anonymous memory back, which nobody uses any more; the addresses stay."""
+        """Gives back unused pages of anonymous memory; the addresses stay."""
         begin, end = _up(begin, PAGE_NBYTES), end // PAGE_NBYTES * PAGE_NBYTES
         if self.descriptor < 0 and begin < end:
             _LIBRARY.madvise(self._address + begin, end - begin, mmap.MADV_DONTNEED)
@@ -189,7 +189,7 @@ class Pages:
                 _clear_error()
 
     def unlock(self) -> None:
-        """They are page-locked no longer. What copies from a GPU into them takes longer, and is still right."""
+        """Ends page-locking. Copies from a GPU into the memory take longer then, and are still right."""
         for begin in tuple(self._locked):
             self._unlock(begin)
 
@@ -203,8 +203,8 @@ class Pages:
 
 
 def page_locked(data: torch.Tensor) -> torch.Tensor:
-    """Returns a copy in page-locked memory, from which a GPU takes it at the speed of the bus; ``data`` itself if CUDA
-    has none. Torch lends the memory again once the copies from it that began in its streams are done. On any thread.
+    """Returns a copy in page-locked memory, which a GPU reads at the speed of the bus; ``data`` itself if CUDA has no
+    such memory. Torch reuses the memory once the copies that streams of torch make from it are done. On any thread.
 
     Args:
         data: Contiguous, on the host.
@@ -218,8 +218,8 @@ def page_locked(data: torch.Tensor) -> torch.Tensor:
 
 
 def copy_alone(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copies a contiguous tensor on the host into one of its type and size, on the calling thread alone, which others
-    work beside: ``copy_`` would take all cores."""
+    """Copies a contiguous tensor on the host into one of the same type and size, on the calling thread alone: ``copy_``
+    would use all cores."""
     target_bytes, source_bytes = (tensor.view(-1).view(torch.uint8).numpy() for tensor in (target, source))
     target_bytes[:] = source_bytes
 
@@ -231,7 +231,7 @@ _LIBRARY.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 def _map(address: int, nbytes: int, flags: int, descriptor: int, rights: int = mmap.PROT_READ | mmap.PROT_WRITE) -> int:
-    """Returns where they are. Raises ``OSError``."""
+    """Calls ``mmap``, and returns the address. Raises ``OSError``."""
     at: int | None = _LIBRARY.mmap(address, nbytes, rights, flags, descriptor, 0)
     if at is None or at == _FAILED:
         code = ctypes.get_errno()
@@ -240,7 +240,7 @@ def _map(address: int, nbytes: int, flags: int, descriptor: int, rights: int = m
 
 
 def _aligned(nbytes: int) -> int:
-    """Reserves so many bytes of addresses from a multiple of ``LOCK_NBYTES`` on."""
+    """Reserves addresses for so many bytes, the first a multiple of ``LOCK_NBYTES``. Returns the first."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NORESERVE
     at = _map(0, nbytes + LOCK_NBYTES, flags, -1, rights=0)
     address = _up(at, LOCK_NBYTES)
@@ -255,12 +255,12 @@ def _up(nbytes: int, grain: int) -> int:
 
 
 def _cuda() -> Any:
-    """The CUDA runtime, of which torch has what page-locks memory."""
+    """Returns the part of the CUDA runtime that torch offers, which page-locks memory."""
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
 def _clear_error() -> None:
-    """CUDA keeps the error of a call for the thread's next kernel, which would fail for it. torch does not clear it."""
+    """Clears CUDA's last error, for which the thread's next kernel would fail. Torch does not clear it."""
     for library in (None, f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}"):
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(library).cudaGetLastError()
@@ -268,7 +268,8 @@ def _clear_error() -> None:
 
 
 def _forget_in_child() -> None:
-    """Whatever the child does with what it has inherited, it finds memory there, and the files are its parent's."""
+    """Replaces inherited mappings by zeros, so that a forked child that touches them neither crashes nor changes files
+    of its parent."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _FIXED | _NORESERVE
     for address, (nbytes, descriptor) in list(_mapped.items()):
         with contextlib.suppress(OSError):

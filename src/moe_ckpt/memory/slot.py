@@ -1,4 +1,4 @@
-"""One slot: a room of an arena, which outlives the process, and the header beside it that says what its bytes are."""
+"""One slot: a room of an arena, which outlives the process, and the header beside it that describes its bytes."""
 
 from __future__ import annotations
 
@@ -22,26 +22,26 @@ log = logging.getLogger("moe_ckpt")
 
 HEADER_SUFFIX, QUARANTINE_SUFFIX = ".head", ".damaged"
 STARTS_SUFFIX = ".starts"
-"""One byte for each start of the run that went on from the slot and got nowhere."""
+"""A file with one byte for each start of the run that resumed from the slot and did not advance."""
 OWN, COPY = "slot", "copy"
-"""How the names of slots begin that are in ``ARENA`` and in ``COPIES``. After ``AT`` comes the first byte there."""
+"""Prefixes of the names of slots in ``ARENA`` and in ``COPIES``. After ``AT`` comes the first byte of the room."""
 AT = "@"
 _SPARE = "spare.tmp"
-"""The header that was unsealed last: the next one is written into its pages. To free them takes training's time."""
+"""The header that was unsealed last. The next one is written into its pages, since freeing them delays training."""
 _MOST_HEADER_NBYTES = 4 * MAX_HEADER_BYTES
 
 
 class Slot:
-    """Bytes of a file, mapped, until ``remove``.
+    """Mapped bytes of a file, until ``remove``.
 
-    Not safe for use from several threads at once, nor in a forked child, which finds zeros there.
+    Not safe for use from several threads at once, nor in a forked child, which has zeros in place of the bytes.
 
     Args:
-        path: Of its files, without a suffix.
+        path: Of the slot's files, without a suffix.
         memory: ``[nbytes]`` uint8, the mapped bytes.
-        file: They are of.
-        room: Given back by ``remove``; None if somebody else does that.
-        pages: That map the bytes for this slot alone; None for a room of this life's arenas.
+        file: Identity of the file that has the bytes; None for private memory.
+        room: Room of an arena that ``remove`` gives back; None if the room is another object's to give back.
+        pages: Map the bytes for this slot alone; None for a room of this life's arenas.
     """
 
     def __init__(
@@ -57,11 +57,11 @@ class Slot:
 
     @classmethod
     def of(cls, path: Path, room: Buffer, *, frees: bool = False) -> Slot:
-        """A slot of this life.
+        """Returns a slot of this life.
 
         Args:
-            path: Without suffix, and without the place in the arena.
-            room: Of the arena in the same directory that the name belongs to.
+            path: Of the slot's files, without a suffix and without the first byte.
+            room: In the arena of the same directory that the name's prefix stands for.
             frees: ``remove`` gives the room back.
         """
         file = None if room.arena is None else room.arena.identity
@@ -69,10 +69,10 @@ class Slot:
 
     @classmethod
     def open(cls, path: Path) -> tuple[Slot, SlotHeader]:
-        """Map a slot that was sealed, with its header. Its slices are not verified.
+        """Maps a sealed slot. Returns it with its header; slices are not verified.
 
         Raises:
-            DamagedError: The header is damaged, or the bytes are fewer than it says.
+            DamagedError: The header is damaged, or the file has fewer bytes than the header says.
             OSError: There is no such slot, or it cannot be read.
         """
         header_path = path.with_suffix(HEADER_SUFFIX)
@@ -91,21 +91,22 @@ class Slot:
         return cls(path, pages.bytes(begin, header.nbytes), identity(status), pages=pages), header
 
     def adopt(self, arena: Arena) -> None:
-        """Keep its room from being lent, if it is one of this arena, until it was removed and nobody uses ``memory``.
+        """Takes the slot's room in an arena, if that has the same file, until the slot is removed and ``memory`` is not
+        used any more.
 
         Raises:
-            ValueError: Another room has some of its bytes.
+            ValueError: Another room has some of the bytes.
         """
         if self.file == arena.identity:
             self._room = arena.adopt(data_of(self.path)[1], self.memory.numel())
 
     def seal(self, header: bytes) -> None:
-        """Seals the slot, which later processes may read from here on. Its bytes must not change any more.
+        """Seals the slot: later processes may read it from now on, and its bytes must not change any more.
 
         Raises:
             MemoryFullError: There is no room for the header.
-            MemoryGoneError: Somebody has deleted the slot.
-            OSError: It cannot be written.
+            MemoryGoneError: Somebody has deleted the file with the bytes.
+            OSError: The header cannot be written.
         """
         if not self.is_there:
             raise MemoryGoneError(str(self.path))
@@ -127,21 +128,21 @@ class Slot:
 
     @property
     def is_there(self) -> bool:
-        """Returns whether its bytes are those of the file of its name; not once somebody has deleted that."""
+        """Returns whether the file with the bytes still has its name; False once somebody has deleted it."""
         return identity_at(data_of(self.path)[0]) == self.file
 
     @property
     def is_sealed(self) -> bool:
-        """Returns whether whoever comes after this process may read it."""
+        """Returns whether later processes may read the slot."""
         return self.path.with_suffix(HEADER_SUFFIX).exists()
 
     def unseal(self) -> None:
-        """The bytes are about to change."""
+        """Makes the slot unreadable for later processes, before its bytes change."""
         with contextlib.suppress(FileNotFoundError):
             self.path.with_suffix(HEADER_SUFFIX).rename(self.path.with_name(_SPARE))
 
     def remove(self) -> None:
-        """Delete the files; a warning tells of trouble. Whoever still uses ``memory`` of an earlier life keeps it."""
+        """Deletes the slot's files; an error is a warning. ``memory`` of an earlier life stays while it is used."""
         room, self._room = self._room, None
         if not remove_files(self.path) or room is None or room.arena is None:
             return
@@ -151,19 +152,19 @@ class Slot:
             weakref.finalize(self._pages, room.arena.free, room)
 
     def quarantine(self) -> None:
-        """A slice is damaged."""
+        """Sets the slot aside, since a slice of it is damaged."""
         set_aside(self.path)
 
     @property
     def starts(self) -> int:
-        """Returns how many starts in a row went on from it and got nowhere."""
+        """Returns how many starts in a row have resumed from the slot without advancing."""
         try:
             return self.path.with_suffix(STARTS_SUFFIX).stat().st_size
         except OSError:
             return 0
 
     def note_start(self) -> None:
-        """One more start goes on from it; a warning tells of trouble."""
+        """Counts one more start that resumes from the slot; an error is a warning."""
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
             with open(PRIVATE.create(str(self.path.with_suffix(STARTS_SUFFIX)), flags), "ab") as file:
@@ -172,21 +173,21 @@ class Slot:
             log.warning("cannot record that this start resumes from %s: %s", self.path, error)
 
     def withdraw_start(self) -> None:
-        """This start gets somewhere: what ``note_start`` wrote is taken back."""
+        """Takes the last ``note_start`` back."""
         with contextlib.suppress(OSError):
             os.truncate(self.path.with_suffix(STARTS_SUFFIX), max(0, self.starts - 1))
 
     def forget_starts(self) -> None:
-        """Count anew."""
+        """Sets the count of starts to 0."""
         forget_starts(self.path)
 
 
 class PrivateSlot(Slot):
-    """A room of this process's own memory, which goes with the process: there are no files.
+    """A room of private memory, which ends with the process: the slot has no files.
 
     Args:
-        name: Tells people what it holds.
-        room: The memory.
+        name: Says what the slot holds, for people.
+        room: Of the bytes.
     """
 
     def __init__(self, name: str, room: Buffer) -> None:
@@ -194,11 +195,11 @@ class PrivateSlot(Slot):
         self.room = room
 
     def quarantine(self) -> None:
-        """Does nothing: whoever set it aside frees it."""
+        """Does nothing: there is no file to rename."""
 
     @property
     def starts(self) -> int:
-        """Returns 0: a process that goes back again and again is stopped by whoever restarts it."""
+        """Returns 0: starts within one process are counted by the program that restarts training."""
         return 0
 
     def note_start(self) -> None:
@@ -212,7 +213,7 @@ class PrivateSlot(Slot):
 
 
 def data_of(path: Path) -> tuple[Path, int]:
-    """Returns the file that a slot's bytes are in, and the first of them.
+    """Returns the file with a slot's bytes, and the first of them.
 
     Args:
         path: Of any of the slot's files.
@@ -223,7 +224,7 @@ def data_of(path: Path) -> tuple[Path, int]:
 
 
 def remove_files(path: Path) -> bool:
-    """Delete a slot's files; a warning tells of trouble. Returns whether nobody takes its bytes for a checkpoint."""
+    """Deletes a slot's files, the header first. Returns False, with a warning, if one of them cannot be deleted."""
     try:
         for suffix in (HEADER_SUFFIX, STARTS_SUFFIX, ".tmp"):
             path.with_suffix(suffix).unlink(missing_ok=True)
@@ -234,23 +235,23 @@ def remove_files(path: Path) -> bool:
 
 
 def forget_starts(path: Path) -> None:
-    """Count the starts that go on from a slot anew."""
-    with contextlib.suppress(OSError):  # else it is refused too early, and the message says what to do
+    """Sets the count of starts that resumed from a slot to 0."""
+    with contextlib.suppress(OSError):  # at worst the slot is refused too early, with a message that says what to do
         path.with_suffix(STARTS_SUFFIX).unlink(missing_ok=True)
 
 
 def set_aside(path: Path) -> None:
-    """Nobody reads a damaged slot any more. Its header stays for whoever looks, until its directory is let go of."""
-    with contextlib.suppress(OSError):  # else it is found damaged again
+    """Makes a damaged slot unreadable. Its header stays under another name until its directory is unlocked."""
+    with contextlib.suppress(OSError):  # at worst the next reader meets the damage again
         path.with_suffix(HEADER_SUFFIX).rename(path.with_suffix(QUARANTINE_SUFFIX))
 
 
 def read_header(path: Path) -> bytes:
-    """Reads a sealed slot's header as it is now, not looked into; empty if there is none.
+    """Returns the bytes of a sealed slot's header, not decoded; empty if the slot is not sealed.
 
     Raises:
-        DamagedError: It is too large to be one.
-        OSError: It cannot be read.
+        DamagedError: The file is too large for a header.
+        OSError: The file cannot be read.
     """
     try:
         return _read(path.with_suffix(HEADER_SUFFIX))
@@ -259,7 +260,7 @@ def read_header(path: Path) -> bytes:
 
 
 def _read(path: Path) -> bytes:
-    """A header's file, of a bounded size."""
+    """Reads the file of a header, whose size is bounded."""
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
         raw = bytes(read_up_to(file.fileno(), _MOST_HEADER_NBYTES + 1))
     if len(raw) > _MOST_HEADER_NBYTES:

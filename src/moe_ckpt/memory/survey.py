@@ -1,4 +1,4 @@
-"""Surveys a memory directory, for people: read without disturbing whoever owns it."""
+"""Surveys a memory directory, for people. Reads only, and takes no lock."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class SlotFacts:
     """One slot.
 
     Attributes:
-        path: Of its files, without suffix.
-        state: "sealed": it can be read; "set aside": damage was found in it; "damaged".
-        nbytes: That it takes.
-        step: Of what it holds; None if that is not known.
-        slices: How many it holds.
-        writer: Rank whose share of the step it is: another than its holder's for a copy; None if it is not sealed.
-        problem: What is damaged; empty if nothing is.
-        only: As of ``format.slot.SlotHeader``.
+        path: Of the slot's files, without suffix.
+        state: "sealed": readable; "set aside": a run has met damage in it; "damaged".
+        nbytes: Size of the slot.
+        step: Of the snapshot; None if it is not known.
+        slices: Number of slices.
+        writer: Rank whose share of the step the slot has: not the directory's for a copy; None if it is not known.
+        problem: The damage; empty if there is none.
+        only: See ``format.slot.SlotHeader``.
     """
 
     path: str
@@ -44,8 +44,8 @@ class RankFacts:
     """The slots of one rank in one life of a run.
 
     Attributes:
-        pid: As ``holder_of``.
-        nbytes: That its files take.
+        pid: See ``holder_of``.
+        nbytes: Size of the rank's files.
     """
 
     run_id: str
@@ -58,10 +58,11 @@ class RankFacts:
 
 
 def survey(root: str, *, verify: bool = False) -> list[RankFacts]:
-    """All of this user's rank directories below ``root``, by run, newest life first.
+    """Returns this user's rank directories below ``root``, by run, newest life first.
 
     Args:
-        verify: Read every byte.
+        root: The memory directory.
+        verify: Compare every slice with its checksum.
 
     Raises:
         ConfigError: As ``user_directory``.
@@ -84,7 +85,7 @@ def _slots(directory: Path, *, verify: bool) -> Iterator[SlotFacts]:
 
 
 def _sealed(path: Path, *, verify: bool) -> SlotFacts | None:
-    """Facts of a sealed slot; None if its owner began to use it anew while it was read."""
+    """Returns the facts of a sealed slot; None if its owner has unsealed it meanwhile."""
     nbytes, step, slices, writer, only = 0, None, 0, None, ""
     raw = b""
     try:

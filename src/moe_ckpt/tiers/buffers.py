@@ -25,30 +25,30 @@ from moe_ckpt.threads import TaskThread, ThreadName
 log = logging.getLogger("moe_ckpt")
 
 _WARMED_NBYTES = 256 << 20
-"""In one go: what is due comes between."""
+"""Bytes touched at a time, so that more urgent work of the thread does not wait for long."""
 _GAPS = 3
-"""Rooms of different sizes leave gaps that hold none of them. Where those are in the way of a snapshot that the budget
-has room for, an arena may become larger than the budget by one part in so many."""
+"""Rooms of different sizes leave gaps that are too small for a snapshot. Because of these, an arena may be larger than
+the budget by one part in so many."""
 _ROUNDING_NBYTES = 64 * ALIGNMENT
-"""What rooms of a small budget may take beyond it, because they are rounded up."""
+"""Bytes by which an arena may exceed a small budget, since rooms are rounded up."""
 T = TypeVar("T")
 
 
 class BufferPool:
-    """Lends rooms of never more than ``budget_bytes`` in all. Safe to use from several threads.
+    """Lends rooms of at most ``budget_bytes`` in all. Safe to use from several threads.
 
-    ``take`` and ``give_back`` are for the training thread: arithmetic, a look whether the file is still there, and the
-    deletion of headers of what was there before. ``acquire`` and ``make_ahead`` make memory.
+    ``take`` and ``give_back`` are for the training thread: they compute, look whether the file still exists, and rename
+    headers of snapshots whose rooms are lent again. ``acquire`` and ``make_ahead`` make memory.
 
     Args:
         budget_bytes: Of all buffers together.
-        pinned: Page-locked, for copies from a GPU.
-        files: Has the arena in a file, which is open; None for anonymous memory alone.
+        pinned: Page-lock the memory for copies from a GPU.
+        files: Has the arena in a file, and is open; None for anonymous memory alone.
 
     Attributes:
-        making: How many other threads are making memory.
-        give_up: Makes room on the file system at the expense of what only a failure would need; False if there is none
-            such.
+        making: How many threads are making memory.
+        give_up: Makes room on the file system at the expense of snapshots that only a failure would need; returns False
+            if there are none.
     """
 
     def __init__(self, budget_bytes: int, *, pinned: bool = False, files: MemoryFiles | None = None) -> None:
@@ -67,16 +67,16 @@ class BufferPool:
         return (self._private,) if self._files is None else (self._files.arena, self._private)
 
     def map_private(self) -> None:
-        """Map all of private memory, unless CUDA must lock it: whoever copies into it makes its pages.
+        """Maps all private memory, unless CUDA must lock it; the copying thread makes its pages then.
 
-        Where the machine does not overcommit, it is mapped piece by piece as it is taken.
+        Where the machine does not overcommit, memory is mapped piece by piece as it is taken.
         """
         if not self._pinned:
             with contextlib.suppress(OSError):
                 self._private.grow(self._private.limit, touches=False)
 
     def take(self, sizes: Sequence[int]) -> list[Buffer] | None:
-        """Buffers of these sizes in bytes, of memory that is ready; None if there are not all of them.
+        """Takes buffers of these sizes in bytes, in memory that is ready; None if there are not all of them.
 
         For the training thread: no memory is made, touched, page-locked or freed.
         """
@@ -126,16 +126,16 @@ class BufferPool:
             return None
 
     def acquire(self, sizes: Sequence[int], require: Callable[[int], None] | None = None) -> list[Buffer] | None:
-        """Takes buffers as ``take`` does, making memory if need be; None if the budget has no room for all of them. Not
-        for the training thread.
+        """Takes buffers as ``take`` does, and makes memory if it must; None if the budget has no room for all of them.
+        Not for the training thread.
 
         Args:
             sizes: See ``take``.
-            require: Called before memory for so many bytes is made, which outlives the process or is of no use.
+            require: Called with the bytes of memory to be made. If it is given, private memory does not serve instead.
 
         Raises:
-            HostMemoryError: They can never fit into the budget.
-            OSError: ``require`` raised it, or memory of that kind cannot be made.
+            HostMemoryError: The buffers can never fit into the budget.
+            OSError: ``require`` raised it, or memory that outlives the process cannot be made.
             RuntimeError: The machine has no memory.
         """
         nbytes = sum(sizes)
@@ -161,7 +161,7 @@ class BufferPool:
         return None
 
     def _say_private(self, trouble: str) -> None:
-        """Tell, once, that snapshots are in private memory, or are so no longer."""
+        """Logs, once, that snapshots are in private memory now; without ``trouble``, that they no longer are."""
         if trouble and not self._said_private and not self._retired:
             log.warning("a snapshot is kept in private memory, which does not outlive this process: %s", trouble)
         elif self._said_private and not trouble:
@@ -169,7 +169,7 @@ class BufferPool:
         self._said_private = bool(trouble)
 
     def _take_private(self, sizes: Sequence[int]) -> list[Buffer] | None:
-        """As ``acquire``, of anonymous memory."""
+        """Takes buffers as ``acquire`` does, in anonymous memory."""
         end = self._private.end_for(sizes)
         if end > self._private.limit:
             return None
@@ -182,28 +182,27 @@ class BufferPool:
     def _grow(
         self, files: MemoryFiles, sizes: Sequence[int], *, spare: int = 0, require: Callable[[int], None] | None = None
     ) -> bool:
-        """Make memory in the file; False if neither the budget nor what earlier lives left has room for it."""
+        """Makes memory in the file; False if the arena has its limit."""
         end = files.arena.end_for(sizes)
         return end <= self._most(files.arena) and files.grow(end, spare=spare, require=require)
 
     def _most(self, arena: Arena) -> int:
-        """Bytes that the arena may have: what earlier lives left counts beside the budget while it is needed."""
+        """Returns the most bytes of the arena. Slots of earlier lives count beside the budget while they are there."""
         return arena_limit(self.budget_bytes) + arena.adopted_nbytes
 
     def make_ahead(self, nbytes: int, count: int, *, early: bool = False) -> bool:
-        """Make memory for one more snapshot of so many bytes. Meant for a background thread.
+        """Makes memory for one more snapshot. For a background thread.
 
         Args:
-            nbytes: Of one.
-            count: Snapshots.
-            early: Only where as much again is free on the file system.
+            nbytes: Of one snapshot.
+            count: Snapshots for which there is to be memory.
+            early: Make it only where the file system has as much again.
 
         Returns:
-            False if that of ``count`` is there, lent out or not, or the budget is spent.
+            False if there is memory for ``count`` snapshots, lent or not, or the budget is spent.
 
         Raises:
-            OSError: It cannot be made.
-            RuntimeError: Likewise.
+            OSError, RuntimeError: The memory cannot be made.
         """
         arena, files = self._arenas[0], self._files
         with self._lock:
@@ -220,13 +219,14 @@ class BufferPool:
             return arena.grow(arena.end_for(sizes))
 
     def warm_up(self) -> bool:
-        """Touch, and page-lock, some of what an earlier life left; False if that is done. On a background thread."""
+        """Touches and page-locks a part of the memory in the file of an earlier life; False if all is done. For a
+        background thread."""
         arena = self._arenas[0]
         with self._being_made():
             return arena.grow(min(arena.nbytes, self._most(arena), arena.ready + _WARMED_NBYTES))
 
     def has_ready(self, nbytes: int) -> bool:
-        """True if ``take`` finds a buffer of so many bytes, as far as memory is ready."""
+        """Returns whether there is memory that is ready for a buffer of so many bytes, whatever the budget."""
         return any(arena.end_for([nbytes]) <= arena.ready for arena in self._arenas)
 
     @contextlib.contextmanager
@@ -240,22 +240,23 @@ class BufferPool:
                 self.making -= 1
 
     def adopt(self, buffer: Buffer) -> None:
-        """Count a buffer as lent out by this pool although another one made it, even beyond the budget."""
+        """Counts a buffer of another pool as lent by this one, even beyond the budget."""
         with self._lock:
             self._lent[buffer] = True
 
     def lend_nothing(self) -> Buffer:
-        """Returns an empty buffer, which needs no room, for an empty snapshot."""
+        """Lends an empty buffer, which has no room, for an empty snapshot."""
         buffer = Buffer(0, torch.empty(0, dtype=torch.uint8))
         with self._lock:
             self._lent[buffer] = False
         return buffer
 
     def give_back(self, buffer: Buffer) -> None:
-        """The lender no longer reads or writes ``buffer``. What is sealed in it stays readable until it is lent again.
+        """Takes back a buffer that nobody reads or writes any more. A snapshot that is sealed there stays readable for
+        later processes until the room is lent again.
 
         Raises:
-            ValueError: It is not lent out. Lending it on would give two snapshots the same memory.
+            ValueError: The buffer is not lent. To lend it again would give two snapshots the same memory.
         """
         with self._lock:
             if self._retired:
@@ -268,7 +269,7 @@ class BufferPool:
             buffer.arena.free(buffer)
 
     def retire(self) -> None:
-        """Lends no more buffers. A lent buffer lives as long as its user."""
+        """Lends no more buffers. A buffer that is lent lives as long as its user."""
         with self._lock:
             self._retired, self.budget_bytes = True, 0
             self._lent.clear()
@@ -276,41 +277,41 @@ class BufferPool:
         self._private.retire()
 
     def fits(self, nbytes: int, spare: int = 0) -> bool:
-        """True if the budget has room for so many bytes more, once ``spare`` bytes lent out are returned."""
+        """Returns whether the budget has room for ``nbytes`` more, once ``spare`` of the lent bytes are back."""
         return self.lent_bytes - spare + nbytes <= self.budget_bytes
 
     @property
     def lent_bytes(self) -> int:
-        """Bytes lent out."""
+        """Bytes of all buffers that are lent."""
         with self._lock:
             return sum(buffer.nbytes for buffer in self._lent)
 
     @property
     def held_bytes(self) -> int:
-        """Memory held now, lent out or free."""
+        """Bytes of memory that was made, lent or not."""
         return sum(arena.ready for arena in self._arenas)
 
 
 def arena_limit(budget_bytes: int) -> int:
-    """Returns the most bytes of an arena for so many of buffers: rooms are rounded up, and leave gaps between them."""
+    """Returns the most bytes of an arena for buffers of so many bytes, with gaps and rounding."""
     return rounded(budget_bytes + budget_bytes // _GAPS) + _ROUNDING_NBYTES
 
 
 class WorkThread:
-    """Makes memory in the background, on a thread that starts with the first work. For the training thread."""
+    """A thread that makes memory in the background, and starts with the first work. For the training thread."""
 
     def __init__(self) -> None:
         self._tasks: TaskThread | None = None
         self._is_closed = False
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
-        """Calls ``work`` once, after what was started before. On the calling thread if there is no other."""
+        """Has ``work`` called once, after earlier work; on the calling thread if no other can be started."""
         result: Future[T] = Future()
 
         def run() -> bool:
             try:
                 result.set_result(work())
-            except BaseException as error:  # it is the caller's
+            except BaseException as error:  # for whoever reads the result
                 result.set_exception(error)
             return False
 
@@ -319,10 +320,10 @@ class WorkThread:
         return result
 
     def start(self, work: Callable[[], bool]) -> bool:
-        """Call ``work`` on the thread until it returns False, in turns with other work. Its errors are logged.
+        """Has ``work`` called until it returns False, in turns with other work. Its errors are logged.
 
         Returns:
-            False if that will not happen: no thread can be started, or this one is closed.
+            False if ``work`` will not be called: no thread can be started, or this one is closed.
         """
         if self._is_closed:
             return False
@@ -335,19 +336,19 @@ class WorkThread:
         return True
 
     def _turn(self, tasks: TaskThread, work: Callable[[], bool], device: int | None) -> None:
-        if device is not None:  # else what is page-locked belongs to the first device, whichever this rank uses
-            with contextlib.suppress(RuntimeError):  # training meets the same error, and says so
+        if device is not None:  # by default, page-locked memory would belong to the first device
+            with contextlib.suppress(RuntimeError):  # training meets the same error
                 torch.cuda.set_device(device)
         if not self._is_closed and work():
             tasks.put(partial(self._turn, tasks, work, device))
 
     def close(self) -> None:
-        """Start no more work; return when the work in hand is done."""
+        """Waits for the work under way, and starts no more."""
         self._is_closed = True
         if self._tasks is not None:
             self._tasks.close()
 
 
 def _say_unmade(error: Exception) -> None:
-    """Whatever it is, the next snapshot asks again."""
+    """Logs an error; the next snapshot tries again."""
     log.error("memory could not be made ahead of time", exc_info=error)

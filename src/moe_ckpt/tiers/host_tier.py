@@ -48,12 +48,12 @@ log = logging.getLogger("moe_ckpt")
 
 
 def checksum(data: torch.Tensor) -> int:
-    """XXH3-64 of a uint8 tensor in host memory, as in the seals of shards."""
+    """Returns XXH3-64 of a uint8 tensor in host memory, as in the seals of shards."""
     return xxhash.xxh3_64_intdigest(data.contiguous().numpy().data)
 
 
 def as_values(entry: SliceEntry, data: torch.Tensor) -> torch.Tensor:
-    """The bytes of one slice as the tensor they are. A view, unless they lie where the dtype cannot."""
+    """Returns the bytes of a slice as a tensor of its type and shape: a view, or a copy if they are not aligned."""
     dtype = TORCH_DTYPES[entry.dtype]
     if data.data_ptr() % dtype.itemsize or data.storage_offset() % dtype.itemsize:
         data = data.clone()
@@ -63,20 +63,20 @@ def as_values(entry: SliceEntry, data: torch.Tensor) -> torch.Tensor:
 class HostTier:
     """Owns the recovery buffer of one rank. Made by ``claim``; outlives the session, unless that ended well.
 
-    ``offer`` and ``ended`` are called on the persist thread, ``drop`` on the training thread while that runs.
+    ``offer`` and ``ended`` are called on the persist thread, ``drop`` on the training thread at the same time.
 
     Args:
         rank: This process's.
         run_id: Of the store.
-        model: That is trained.
-        pool: That the buffers come from.
+        model: The model that is trained.
+        pool: Lends the buffers.
         describe: Makes the header of a snapshot's share.
-        inherited: From an earlier life.
+        inherited: Checkpoints of an earlier session in this process.
 
     Attributes:
-        node: Names this process: no other one reaches its memory.
-        left_slots: What an earlier life kept, until this one has a checkpoint.
-        complete_step: Step of the checkpoint that this life resumed from, if it was here.
+        node: Name of this process: no other one reaches its memory.
+        left_slots: ``inherited``, until this session has a checkpoint.
+        complete_step: Step of the checkpoint that this session resumed from, if it was here.
     """
 
     outlives_process = False
@@ -106,31 +106,31 @@ class HostTier:
             pool.adopt(_room(checkpoint))
 
     def retire(self, *, keep: bool) -> None:
-        """The session ended: of all its buffers only those kept here outlive it, if they are to be kept."""
+        """Ends with the session: its pool lends nothing any more, and only the buffers of this tier stay."""
         with self._lock:
             self._pool.retire()
 
     def surrender(self) -> tuple[FoundSlot, ...]:
-        """Hand over all that is kept. A thread of the old session that is still at work cannot touch it any more."""
+        """Returns all checkpoints, and owns them no more: a thread of the old session that still runs cannot touch
+        them."""
         with self._lock:
             every, self._kept, self._offered = self.holds(), None, None
             self.left_slots.forget()
             return every
 
     def offer(self, snapshot: Snapshot) -> None:
-        """This rank's share is written, and will be acknowledged next: it may become committed from here on."""
-        if snapshot.contents.window is None:  # one step of a window is no state
+        """Notes that this rank's share is written, so that the snapshot may be committed from now on."""
+        if snapshot.contents.window is None:  # one step of a window is no checkpoint
             header = self._describe(snapshot)
             name = f"{step_dir(header.step, header.identity.generation)} in memory of process {os.getpid()}"
             with self._lock:
                 self._offered = FoundSlot(PrivateSlot(name, snapshot.buffer), header)
 
     def ended(self, snapshot: Snapshot, *, committed: bool) -> None:
-        """The outcome of a snapshot was announced, offered or not.
+        """Notes the outcome of a snapshot.
 
-        Committed and offered, its buffer becomes the recovery buffer and the former one is free. Committed, but not
-        offered (a step of a sparse window), memory holds nothing. Not committed, the former recovery buffer stays what
-        it is.
+        If it is committed, its buffer becomes the recovery buffer, and the former one is given back; of a step of a
+        sparse window, which was not offered, no buffer stays. If it failed, the recovery buffer stays the same.
         """
         with self._lock:
             offered, self._offered = self._offered, None
@@ -141,11 +141,10 @@ class HostTier:
                 self._pool.give_back(snapshot.buffer)
 
     def drop(self, *, chain: bool = True, last: bool = False) -> bool:
-        """Give the recovery buffer up early, because there is no other; True if there was one.
+        """Gives up the recovery buffer, because another snapshot needs the room; False if there was none.
 
         Args:
-            chain: Not used here; see ``MemoryTier.drop``.
-            last: Not used here.
+            chain, last: Not used here; see ``MemoryTier.drop``.
         """
         with self._lock:
             newest, self._kept = self._kept, None
@@ -160,23 +159,24 @@ class HostTier:
 
     @property
     def has_more(self) -> bool:
-        """Something is kept that storage has in older versions only: without it a fault costs tokens."""
+        """True if a checkpoint here has experts of which storage has only older versions: a fault without it would cost
+        tokens."""
         return any(part.kind == HOST_ONLY for checkpoint in self.holds() for part in checkpoint.header.parts)
 
     def holds(self) -> tuple[FoundSlot, ...]:
-        """Returns all that is kept, the oldest first."""
+        """Returns all checkpoints here, the oldest first."""
         with self._lock:
             return (*self.left_slots.slots, *filter(None, (self._kept, self._offered)))
 
     @property
     def droppable_bytes(self) -> int:
-        """Host memory that ``drop`` would free."""
+        """Bytes that ``drop`` would free."""
         with self._lock:
             return self.left_slots.nbytes + (0 if self._kept is None else self._kept.slot.memory.numel())
 
     @property
     def nbytes(self) -> int:
-        """Host memory that survives a fault here."""
+        """Bytes of all checkpoints here."""
         return sum(checkpoint.slot.memory.numel() for checkpoint in self.holds())
 
 
@@ -189,9 +189,8 @@ def _room(checkpoint: FoundSlot) -> Buffer:
 BufferTier = HostTier | MemoryTier
 """Owner of the buffers of one rank that are kept for a recovery.
 
-For each snapshot that goes to storage the persist thread calls ``offer`` and then ``ended``; the training thread calls
-``drop`` where it finds no buffer; ``retire`` ends it. Storage has no such class, for its unit is the commit of all
-ranks (``commit.persisting``), not a buffer of one.
+For each snapshot that goes to storage the persist thread calls ``offer`` and then ``ended``. The training thread calls
+``drop`` if no buffer is free, and ``retire`` at the end.
 """
 
 
@@ -201,9 +200,9 @@ class _Kept:
 
     Attributes:
         root: Of the session's store.
-        tier: Which.
-        nbytes: That it left.
-        paths: Of the slots that it left, if its buffers are slots.
+        tier: The tier.
+        nbytes: Bytes of memory that it left.
+        paths: Directories of its slots, if its buffers are slots.
         passed_over: A session on another store has begun since.
     """
 
@@ -219,16 +218,16 @@ _registry_lock = threading.Lock()
 
 
 def claim(run: RunContext, run_id: str, make: Callable[[int], BufferPool]) -> tuple[BufferPool, HostTier]:
-    """Returns the buffers and the tier of a new session on a store: with what an earlier one left here, if any.
+    """Returns the pool and the tier of a new session on a store, with the checkpoints that an earlier one left.
 
-    What is left of another run that once used the same directory can never be used again, and is freed. So is what
-    runs on other stores left, and their storage has, too: it is worth time to a run that may never come back, and room
-    to this one. The rest of other stores is skipped: see ``leave``.
+    Memory of another run that has used the same directory is freed, since nobody can use it again. Memory of runs on
+    other stores is freed, too, if their storage has the same: to them it would only save time, and they may never be
+    started again. The rest stays: see ``leave``.
 
     Args:
         run: The session's.
         run_id: Of the store.
-        make: Makes the pool of its buffers, given the bytes that the tier takes over, whose room they may have.
+        make: Makes the pool, given the bytes of the checkpoints that are taken over.
     """
     root, rank = run.storage.root, run.comm.rank
     with _registry_lock:
@@ -243,14 +242,15 @@ def claim(run: RunContext, run_id: str, make: Callable[[int], BufferPool]) -> tu
 
 
 def begin_in_slots(root: str, run_id: str, rank: int) -> None:
-    """A session begins whose snapshots lie in slots: what earlier ones left is found in their files."""
+    """Forgets earlier sessions on the store when one with slots begins, which finds their slots in files."""
     with _registry_lock:
         earlier = [one for one in _left_by(root, run_id) if one.tier.rank == rank]
         _registry[:] = [one for one in _registry if one not in earlier]
 
 
 def _left_by(root: str, run_id: str) -> list[_Kept]:
-    """What earlier sessions on the store left, when another one begins. The caller has locked the registry."""
+    """Returns the tiers that earlier sessions on a store left, when another one begins. The caller has locked the
+    registry."""
     _forget(lambda one: one.root == root and one.tier.run_id != run_id)
     for other in _registry:
         other.passed_over = other.passed_over or other.root != root
@@ -258,7 +258,8 @@ def _left_by(root: str, run_id: str) -> list[_Kept]:
 
 
 def _forget(is_over: Callable[[_Kept], bool]) -> int:
-    """Release what tiers left that no session will take over; returns its bytes. The registry is locked."""
+    """Frees the memory of tiers that no session will take over; returns its bytes. The caller has locked the
+    registry."""
     freed = [one for one in _registry if is_over(one)]
     _registry[:] = [one for one in _registry if one not in freed]
     for path in [path for one in freed for path in one.paths]:
@@ -269,15 +270,15 @@ def _forget(is_over: Callable[[_Kept], bool]) -> int:
 
 
 def leave(tier: BufferTier, root: str, *, keep: bool) -> None:
-    """The session of ``tier`` ends.
+    """Ends a tier with its session, and registers it for the next one on the store.
 
-    A process that fails in one store after the other, as in a search over hyperparameters, keeps the memory of the
-    last one: what was left before this session began, by a run that was not started again, is freed.
+    A process that fails on one store after the other, as in a search over hyperparameters, keeps the memory of the last
+    run only: memory of runs that were not started again before this session began is freed.
 
     Args:
-        tier: Which.
+        tier: Of the session.
         root: Of the store.
-        keep: It failed, so that what is kept may be needed again.
+        keep: The session failed, so that its memory may be needed again.
     """
     nbytes, paths = tier.nbytes, tuple(tier.paths)
     holds = nbytes > 0 or any(any(path.glob(f"*{HEADER_SUFFIX}")) for path in paths)  # of plain state alone, too

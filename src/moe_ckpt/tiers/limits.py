@@ -1,6 +1,7 @@
-"""The room that memory leaves: the file system, the limit of a container or job, and the machine.
+"""The memory that is left: on the file system, below the limit of a container or job, and on the machine.
 
-Read when a run opens, for its budget and for a warning, and before each slot beyond what a rank usually takes.
+Read when a run opens, for its budget and for a warning, and before a slot is made for something other than a rank's own
+snapshots.
 """
 
 from __future__ import annotations
@@ -23,21 +24,21 @@ log = logging.getLogger("moe_ckpt")
 
 _SHARE_OF_FREE_MEMORY = 0.5
 CGROUP, MACHINE = "the memory limit of this job's cgroup", "the memory of this machine"
-"""What can leave less room than a tmpfs has."""
+"""Limits that may leave less memory than a tmpfs has."""
 RAISE_LIMIT = "Raise the limit (Docker: --memory; Kubernetes: resources.limits.memory; SLURM: --mem)"
 _IN_MEMORY = ("tmpfs", "ramfs")
 _said: set[str | tuple[str, str]] = set()
-"""Directories that this process has warned of."""
+"""Directories for which this process has logged a warning."""
 _BESIDE_NBYTES = 16 << 20
-"""That sealing takes for headers and plain states, roughly."""
+"""Bytes that headers and plain states take, roughly."""
 _COPIES = 2
-"""Of one rank on its holder: the newest that is complete, and the one that comes in."""
+"""Copies of one rank that a holder has at once: the newest complete one, and the one that arrives."""
 
 
 def available_bytes(meminfo: str = "/proc/meminfo") -> int | None:
-    """Bytes of the machine's memory that can still be taken without taking any from a process; None if unknown.
+    """Returns the bytes of the machine's memory that are available without swapping; None if unknown.
 
-    A tmpfs may be as large as the machine's memory, or larger, so its own room is no limit.
+    A tmpfs may be as large as the machine's memory, or larger, so that its own free space is no limit.
     """
     with contextlib.suppress(OSError, ValueError), open(meminfo) as lines:
         for line in lines:
@@ -48,13 +49,14 @@ def available_bytes(meminfo: str = "/proc/meminfo") -> int | None:
 
 
 def default_budget_bytes(local_ranks: int, left_bytes: int = 0) -> int:
-    """Half of the memory that can be had now, within the cgroup's limit, shared by the ranks of this host.
+    """Returns one rank's share of half of the memory that is available on this host, within the cgroup's limit.
 
-    Page cache makes room when memory is needed, so it counts as free: a data set that was read must not shrink it.
+    Page cache counts as free, since the kernel frees it when memory is needed: a data set that was read must not make
+    the budget smaller.
 
     Args:
-        local_ranks: How many they are.
-        left_bytes: What snapshots of earlier lives take on this host, which their buffers replace.
+        local_ranks: Ranks of this host.
+        left_bytes: Bytes of snapshots of earlier lives on this host, whose place the new buffers take.
     """
     free = available_bytes()
     if free is None:
@@ -66,15 +68,15 @@ def default_budget_bytes(local_ranks: int, left_bytes: int = 0) -> int:
 
 @dataclass(frozen=True)
 class RoomNeeded:
-    """The room that the slots of a node's ranks need.
+    """The memory that the slots of a node's ranks need.
 
     Attributes:
-        share_bytes: Of one rank's share of a complete checkpoint.
-        snapshots: That a rank holds at once.
-        budget_bytes: The most that a rank's own may take.
-        copies: Of how many ranks of other nodes the node's ranks hold copies, all of them together.
-        ranks: Of the node.
-        is_estimated: Optimizer state that is not there yet is in ``share_bytes``.
+        share_bytes: One rank's share of a complete checkpoint.
+        snapshots: Snapshots that a rank holds at once.
+        budget_bytes: The most bytes of one rank's own snapshots.
+        copies: Copies of ranks of other nodes that the node holds.
+        ranks: Ranks of the node.
+        is_estimated: ``share_bytes`` counts optimizer state that does not exist yet.
     """
 
     share_bytes: int
@@ -90,7 +92,7 @@ class RoomNeeded:
         return min(self.snapshots * self.share_bytes, self.budget_bytes) * (self.ranks + self.copies)
 
     def explained(self) -> str:
-        """Says what the number is made of."""
+        """Returns how ``nbytes`` comes about, for people."""
         text = f"{self.snapshots} snapshots of {self.share_bytes:,} bytes on each rank"
         if self.is_estimated:
             text += ", which counts two moments per weight that the optimizer has yet to make"
@@ -102,14 +104,13 @@ class RoomNeeded:
 
 
 def say_room(root: str, needed: RoomNeeded, free: int, limits: Mapping[str, int | None]) -> None:
-    """Warn, once per process and directory, if slots would find no room.
+    """Warns, once per process and directory, if there is not enough memory for slots.
 
     Args:
         root: The memory directory.
         needed: By all slots of this node.
-        free: Bytes of its file system, with those that earlier lives of the run left and this one takes over.
-        limits: Likewise what ``CGROUP`` and ``MACHINE`` leave this process, where a tmpfs counts; None where nothing
-            limits it.
+        free: Bytes of the file system, with those of slots that this life takes over.
+        limits: The same for ``CGROUP`` and ``MACHINE``, which limit a tmpfs; None without a limit.
     """
     bounds = [(nbytes, name) for name, nbytes in limits.items() if nbytes is not None] if lies_in_memory(root) else []
     short, name = min([(free, ""), *bounds])
@@ -135,7 +136,7 @@ def say_room(root: str, needed: RoomNeeded, free: int, limits: Mapping[str, int 
 
 
 def file_system(path: str, mounts: str = "/proc/self/mounts") -> str:
-    """Type of the file system that ``path`` lies on; empty where the kernel does not say."""
+    """Returns the type of the file system of ``path``; empty where the kernel does not tell."""
     real, best, kind = os.path.realpath(path), "", ""
     try:
         with open(mounts) as lines:
@@ -151,12 +152,12 @@ def file_system(path: str, mounts: str = "/proc/self/mounts") -> str:
 
 
 def lies_in_memory(path: str) -> bool:
-    """Returns whether files below ``path`` take memory, which then counts in cgroups."""
+    """Returns whether files below ``path`` are in memory, which counts in cgroups."""
     return file_system(path) in _IN_MEMORY
 
 
 def say_file_system(root: str) -> None:
-    """Warn, once per process and directory, if slots would not lie in memory."""
+    """Warns, once per process and directory, if the directory of slots is not in memory."""
     kind = file_system(root)
     if kind and kind not in _IN_MEMORY and root not in _said:
         _said.add(root)
@@ -170,17 +171,17 @@ def say_file_system(root: str) -> None:
 
 
 class LimitedSlots:
-    """Makes slots for copies of other ranks. A tmpfs takes the machine's memory, and counts in a cgroup; where either
-    has none left, processes end without an error.
+    """Makes slots for copies of other ranks, unless too little memory would be left: the kernel kills processes where a
+    tmpfs exceeds the machine's memory or a cgroup's limit.
 
-    So a copy is refused unless there is still left what the ranks of this node may take by their budgets, what
-    they had at their largest in a step and will have again, and two slots of that size for each of them: they make
-    theirs at the same time, and a holder keeps two copies of a rank.
+    A copy is refused unless the memory has room for the unused budgets of all ranks of the node, for what each process
+    had in addition at its largest, as it will have again, and for two such copies of each rank: all ranks make theirs
+    at the same time, and a holder keeps two copies of a rank.
 
     Args:
         files: Makes the slots.
-        pool: Of this rank. The others of the node have taken as much of as large a budget.
-        local_ranks: Of the node.
+        pool: Of this rank; the other ranks of the node are taken to have the same budget, and as much of it unused.
+        local_ranks: Ranks of the node.
     """
 
     def __init__(self, files: MemoryFiles, pool: BufferPool, local_ranks: int) -> None:
@@ -189,11 +190,11 @@ class LimitedSlots:
         self._said = False
 
     def make(self, nbytes: int) -> Slot:
-        """A new slot, on any thread.
+        """Makes a slot. On any thread.
 
         Raises:
-            MemoryFullError: There is no room for it, on the file system or under the limit.
-            OSError: It cannot be made.
+            MemoryFullError: There is no room on the file system, or below a limit.
+            OSError: The slot cannot be made.
         """
 
         def require(_: int) -> None:
@@ -223,20 +224,20 @@ class LimitedSlots:
 
 
 def _least_free() -> tuple[int | None, str]:
-    """(bytes left, what leaves no more than these); None where nothing says."""
+    """Returns the fewest bytes that a limit leaves, and that limit; None if no limit is known."""
     limits = (cgroup_bytes(any_cache=True), CGROUP), (available_bytes(), MACHINE)
     return min(((free, name) for free, name in limits if free is not None), default=(None, ""))
 
 
 def requires_room(path: Path, local_ranks: int) -> Callable[[int], None]:
-    """Returns what to call before a slot is made for what a rank seals when training stops at a failure.
+    """Returns a function to call before memory is made for a snapshot that a rank seals when training stops.
 
-    All ranks of the node make theirs at the same time, one after the other, and those that do not know of the failure
-    yet may take as much as at their largest.
+    All ranks of the node make theirs at about the same time, and those that do not know of the failure yet may still
+    grow to their largest size.
 
     Args:
-        path: Where slots are made.
-        local_ranks: Of the node.
+        path: Directory of the slots.
+        local_ranks: Ranks of the node.
     """
     counts = lies_in_memory(str(path))
 
@@ -254,12 +255,12 @@ def requires_room(path: Path, local_ranks: int) -> Callable[[int], None]:
 
 
 def _mend(limit: str) -> str:
-    """What to do where ``limit`` leaves too little."""
+    """Returns what to do if ``limit`` leaves too little, for people."""
     return f"{RAISE_LIMIT}, or lower host_memory_bytes" if limit == CGROUP else "Lower host_memory_bytes"
 
 
 def _once_more_bytes() -> int:
-    """Bytes by which this process was larger at its peak: gradients will take them again. 0 if unknown."""
+    """Returns the bytes by which this process was larger at its peak, as it will be again (gradients); 0 if unknown."""
     sizes: dict[str, int] = {}
     with contextlib.suppress(OSError, ValueError), open("/proc/self/status") as lines:
         for line in lines:

@@ -39,26 +39,26 @@ from moe_ckpt.tiers.buffers import BufferPool
 log = logging.getLogger("moe_ckpt")
 
 SEALED, ALONE, NOT_YET, FAILED = 0, 1, 2, 3
-"""What ranks tell each other of a snapshot, ascending: the maximum over ranks is what is true of all.
+"""States of a rank's share, ascending: the maximum over ranks is the state of the snapshot.
 
 ``ALONE`` is sealed, too, but some peer did not get its copy."""
 _SAFE = (SEALED, ALONE)
 _AHEAD = 64
-"""So many snapshots a peer may be ahead of what all ranks have settled: its copies stay."""
+"""Copies of so many snapshots beyond the newest one of this rank stay: a peer may be ahead."""
 _PARTING_SECS = 5.0
-"""Longest wait, at a good end, for peers that still send."""
+"""Longest wait for peers that still send when training has ended well."""
 _REPORTED = 8
-"""Snapshots that ranks tell each other of at once: so many that go to peers, and so many that do not, which must not
-wait for the former. Others wait for a later step."""
+"""Snapshots in one agreement: so many that go to peers, and so many that do not, which must not wait for the former.
+Others wait for a later step."""
 
 
 class Settled(NamedTuple):
-    """The outcome of a snapshot.
+    """The outcome of a snapshot, equal on every rank.
 
     Attributes:
         number: Of the snapshot.
-        complete: Every rank has it.
-        copied: So have the peers of every rank.
+        complete: Every rank has sealed its share.
+        copied: The peers of every rank have their copies.
     """
 
     number: int
@@ -92,13 +92,13 @@ class _Entry(MemoryStep):
 
     @property
     def gone(self) -> str:
-        """One of its slots that was sealed and that somebody has deleted; empty if all are there."""
+        """Path of a sealed slot of this snapshot that somebody has deleted; empty if there is none."""
         slots = (buffer.slot for part, buffer in self.buffers.items() if part != _MIRRORED)
         sealed = (slot for slot in slots if slot is not None)
         return next((str(slot.path) for slot in sealed if not (slot.is_there and slot.is_sealed)), "")
 
     def fail(self) -> None:
-        """This rank will never have it."""
+        """Notes that this rank will never have the snapshot."""
         self.state, self.complete = FAILED, False
 
 
@@ -108,16 +108,16 @@ class MemoryTier:
 
     Args:
         run: The session's.
-        node: Names the machine whose memory this is.
-        pool: That the buffers come from.
-        files: Where the slots lie.
-        left: What earlier lives left. It does not count for the pool's budget.
-        replicator: Sends copies to peers, and holds theirs; None without.
+        node: Name of the machine with the memory (``node_of``).
+        pool: Lends the buffers.
+        files: Makes the slots.
+        left_slots: Slots of earlier lives, which do not count for the pool's budget.
+        replicator: Sends copies to peers, and holds theirs; None without peers.
 
     Attributes:
-        complete_step: Step of the newest checkpoint that the ranks hold: of this life, or the one that it resumed from.
-            None before the first, and where this rank needed the room.
-        complete_since: The first step of the newest one of this life, if that is a sparse window; else its only step.
+        complete_step: Step of the newest checkpoint that all ranks hold: of this life, or the one that it resumed from.
+            None before the first, and if this rank has given it up for room.
+        complete_since: First step of the newest checkpoint of this life, if that is a sparse window; else its step.
     """
 
     outlives_process = True
@@ -141,17 +141,17 @@ class MemoryTier:
         self._catalog = run.catalog
         self._pool = pool
         self._entries: dict[int, _Entry] = {}  # in ascending order
-        self._open: list[int] = []  # those of which the ranks do not know yet whether all have them, oldest first
-        self._asked: list[int] = []  # those of them that the agreement under way is about: the same on all ranks
+        self._open: list[int] = []  # snapshots that are not settled, oldest first
+        self._asked: list[int] = []  # those that the agreement under way is about: the same on all ranks
         self._next = 0
         self._given_up: set[int | None] = set()
         self._lock = threading.RLock()
 
     def offer(self, snapshot: Snapshot) -> None:
-        """Does nothing: the share was sealed before it went to storage."""
+        """Does nothing: the share was sealed before it was written to storage."""
 
     def ended(self, snapshot: Snapshot, *, committed: bool) -> None:
-        """Storage needs the buffer no longer, whether it has the snapshot now or not."""
+        """Notes that a snapshot was committed on storage or failed there: storage no longer reads the buffer."""
         with self._lock:
             entry = self._entries.get(snapshot.identity.number)
             if entry is None:  # the session has ended
@@ -164,9 +164,8 @@ class MemoryTier:
             self._release_unneeded()
 
     def give_up(self) -> bool:
-        """Free room at the expense of what is needed least: released slots, an earlier life's slots, older experts.
-
-        On any thread.
+        """Makes room on the file system: gives up released slots, or slots of earlier lives, or an older snapshot that
+        is kept for its experts or copies. On any thread.
 
         Returns:
             False if there are none of these.
@@ -174,7 +173,7 @@ class MemoryTier:
         if self._pool.unseal():
             return True
         if self.left_slots.remove():
-            self.complete_step = None  # those of this life are still to come
+            self.complete_step = None  # until a checkpoint of this life is complete
             self.files.wait_removed()
             return True
         with self._lock:
@@ -184,10 +183,7 @@ class MemoryTier:
             return False
 
     def begin(self, snapshot: Snapshot) -> None:
-        """A snapshot's buffer is being copied into.
-
-        One that is sealed because training stops stays as it is: nothing is newer, and no agreement settles it.
-        """
+        """Adds a snapshot, whose copy begins. A parting one is not added: it stays, and no agreement settles it."""
         if snapshot.identity.parting:
             return
         contents, number, catalog = snapshot.contents, snapshot.identity.number, self._catalog
@@ -213,13 +209,13 @@ class MemoryTier:
             self._entries[number] = entry
 
     def sealed(self, snapshot: Snapshot, headers: Sequence[bytes]) -> None:
-        """This rank's share is sealed, and goes to peers; or, without headers, it never will be.
+        """Notes that this rank's share is sealed, and sends it to peers.
+
+        With peers it counts as sealed once all of them have answered or are given up: one without room answers, too.
 
         Args:
             snapshot: Of the share.
-            headers: Of its slots; that of the snapshot's own is the last.
-
-        With peers it counts as sealed when all of them have answered, or are given up: one without room has said so.
+            headers: Of the slots, that of the rank's share last; empty if the share could not be sealed.
         """
         if snapshot.identity.parting:
             return
@@ -253,8 +249,8 @@ class MemoryTier:
                     self._release_unneeded()
 
     def reports(self) -> tuple[int, ...]:
-        """Numbers for the other ranks: of each snapshot that is not settled its state and what its checksums show
-        (``ledger.freshness``). Their count is always the same.
+        """Returns numbers for the other ranks, always as many: state and freshness (``ledger.freshness``) of each
+        snapshot that is not settled.
         """
         with self._lock:
             for_peers, others = (
@@ -268,10 +264,13 @@ class MemoryTier:
             return (*(number for entry in entries for number in (entry.state, entry.freshness)), *filler)
 
     def settle(self, reduced: Sequence[int]) -> list[Settled]:
-        """Records what the ranks agreed on, for the snapshots that ``reports`` covered when it was sent.
+        """Records the agreement on the snapshots of the last ``reports``.
+
+        Args:
+            reduced: Maximum over ranks of each number.
 
         Returns:
-            Those whose fate is known now, in order.
+            The snapshots whose outcome is known now, in order.
         """
         with self._lock:
             asked, self._asked = self._asked, []
@@ -285,7 +284,7 @@ class MemoryTier:
                     if self.rank == 0:
                         log.warning("memory does not hold the checkpoint of step %d: %s", entry.identity.step, CAUSE)
                 settled.append(Settled(number, state != FAILED, state == SEALED))
-                # Its own may be deleted since this rank reported it.
+                # This rank may have given up its share since it reported it.
                 entry.complete, entry.copied = state != FAILED and entry.state != FAILED, state == SEALED
                 self._open.remove(number)
             newest = self._note_newest()
@@ -312,7 +311,7 @@ class MemoryTier:
         replicator.store.release_except(retained | spare, spare, over)
 
     def _note_newest(self) -> list[_Entry]:
-        """Returns the snapshots of the newest checkpoint of this life that the ranks hold."""
+        """Returns the snapshots of the newest checkpoint of this life that all ranks hold, and notes its steps."""
         newest = newest_checkpoint(self._entries.values())
         if newest:
             self.complete_step = newest[-1].identity.step
@@ -320,10 +319,10 @@ class MemoryTier:
         return newest
 
     def goes_on(self, window: int | None) -> None:
-        """Releases what lies here of windows that were given up; equal on every rank.
+        """Releases the snapshots of windows that were given up; equal on every rank.
 
         Args:
-            window: First step of the one that goes on, or begins; None: none does.
+            window: First step of the window that continues or begins; None for none.
         """
         with self._lock:
             entries = self._entries.values()
@@ -338,7 +337,7 @@ class MemoryTier:
 
     def _release_unneeded(self) -> None:
         retained = self._needed() | with_newest_experts(self._entries.values())
-        # Of one that was given up here the others may still have to hear.
+        # One that this rank has given up may still have to be reported to the others.
         settled = {
             number: entry
             for number, entry in self._entries.items()
@@ -359,18 +358,21 @@ class MemoryTier:
 
     @property
     def is_settled(self) -> bool:
-        """Returns whether it is known of every snapshot that all ranks have it, or not; equal on all ranks."""
+        """Returns whether the outcome of every snapshot is known; equal on all ranks."""
         return not self._open
 
     def drop(self, *, chain: bool = True, last: bool = False) -> bool:
-        """Give up what a failure could do without, because there is no other room; True if there was any.
+        """Gives up snapshots that a recovery can do without, because another snapshot needs the room.
 
-        First this rank's own of the oldest checkpoint whose copies stay, or that holds older experts only; then what
-        others may not have yet; then what storage has, too.
+        First the oldest one that is kept for its copies or experts; then those that other ranks do not know of; then
+        those that storage has as well.
 
         Args:
-            chain: Give up the newest step of a gradient log, too, and all that it needs. False for the next step of it.
-            last: No snapshot comes after the one that needs the room: give up a window under way, too.
+            chain: Also give up a gradient log. False for the next step of it.
+            last: Also give up a window under way, since the run's last snapshot needs the room.
+
+        Returns:
+            False if there were none.
         """
         with self._lock:
             for entry in _superseded(self._entries.values())[:1]:
@@ -393,7 +395,7 @@ class MemoryTier:
             return False
 
     def forget_gone(self) -> None:
-        """Gives up the snapshots of which somebody has deleted slots."""
+        """Gives up the snapshots that have a slot that somebody has deleted."""
         with self._lock:
             for entry in self._entries.values():
                 if entry.state in _SAFE and entry.gone:
@@ -405,18 +407,18 @@ class MemoryTier:
 
     @property
     def retained_count(self) -> int:
-        """Snapshots that stay for their copies or for older experts only."""
+        """How many older snapshots are kept for their copies or experts."""
         with self._lock:
             return len(_superseded(self._entries.values()))
 
     @property
     def paths(self) -> Sequence[Path]:
-        """Directories of the slots, this life's first."""
+        """Directories of the slots, that of this life first."""
         return self.files.paths
 
     @property
     def droppable_bytes(self) -> int:
-        """Host memory that ``drop`` would free, and that is not needed."""
+        """Bytes that ``drop`` would free."""
         with self._lock:
             entries = self._entries.values()
             stored = [entry for entry in entries if entry.complete and entry.on_storage]
@@ -426,17 +428,17 @@ class MemoryTier:
 
     @property
     def nbytes(self) -> int:
-        """Returns the bytes of memory of what is kept."""
+        """Bytes of all snapshots, copies of peers, and slots of earlier lives."""
         with self._lock:
             copies = 0 if self.replicator is None else self.replicator.store.nbytes
             in_slots = sum(buffer.nbytes for entry in self._entries.values() for buffer in entry.buffers.values())
             return self.left_slots.nbytes + copies + in_slots
 
     def retire(self, *, keep: bool) -> None:
-        """The session ended.
+        """Ends with the session.
 
         Args:
-            keep: What is sealed stays for the next start of the run.
+            keep: Sealed slots stay for the next start of the run.
         """
         if self.replicator is not None:
             self.replicator.close(0.0 if keep else _PARTING_SECS)
@@ -445,12 +447,12 @@ class MemoryTier:
             self.left_slots.forget()
             self.left_slots.checker.close()
             self._open.clear()
-            self._entries.clear()  # whoever still uses their bytes keeps them
+            self._entries.clear()  # a thread that still uses their bytes keeps the memory
             self.files.close(keep=keep)
 
 
 def _over(entries: Collection[_Entry]) -> set[tuple[int, int]]:
-    """(number, index) of gradients, of any rank, that no checkpoint needs any more, nor one that may come."""
+    """Returns (number, index) of gradients, of any rank, that no checkpoint needs, also none that may come."""
     live = live_groups(entries)
     return {
         (entry.number, index)
@@ -461,15 +463,15 @@ def _over(entries: Collection[_Entry]) -> set[tuple[int, int]]:
 
 
 def _logged(entries: Reversible[_Entry]) -> set[_Entry]:
-    """Those of a gradient log that the newest step of it, complete or not, needs."""
+    """Returns the snapshots that the newest step of a gradient log needs, whether it is complete or not."""
     newest_first = (entry.contents.since for entry in reversed(entries))
     since = next((number for number in newest_first if number is not None), None)
     return set() if since is None else {entry for entry in entries if entry.number >= since}
 
 
 def _superseded(entries: Reversible[_Entry]) -> list[_Entry]:
-    """Those with memory that stay for their copies or for experts only, the oldest first: a newer checkpoint is
-    complete, but not at all peers, or without those experts."""
+    """Returns older snapshots, the oldest first, that are kept although a newer checkpoint is complete: because peers
+    lack copies of that, or because it lacks some experts."""
     newest = newest_checkpoint(entries)
     older = [entry for entry in entries if newest and entry.number < newest[0].number]
     superseded = [entry for entry in older if entry.complete and not entry.readers and entry.buffers]

@@ -407,7 +407,7 @@ class MemoryTier:
 
     @property
     def retained_count(self) -> int:
-        """How many older snapshots are kept for their copies or experts."""
+        """Number of older snapshots that are kept for their copies or experts."""
         with self._lock:
             return len(_superseded(self._entries.values()))
 

@@ -79,8 +79,11 @@ class Room:
         memory that is made."""
         if self._first.in_flight >= self._settings.max_in_flight or self.is_unmade:
             return True
-        nbytes = max(self._last_nbytes, self._partial_nbytes)
-        return not (self._pool.fits(nbytes) or self._pool.fits(nbytes, self._tier.droppable_bytes))
+        return not self._fits(max(self._last_nbytes, self._partial_nbytes))
+
+    def _fits(self, nbytes: int) -> bool:
+        """True if the budget has room, or gets it by what the tier can do without, which takes longer to work out."""
+        return self._pool.fits(nbytes) or self._pool.fits(nbytes, self._tier.droppable_bytes)
 
     @property
     def is_unmade(self) -> bool:
@@ -108,7 +111,7 @@ class Room:
     @property
     def is_used_up(self) -> bool:
         """True if another snapshot as large as any so far would find no buffer, though none were under way."""
-        return not self._pool.fits(self._most_nbytes, self._tier.droppable_bytes)
+        return not self._fits(self._most_nbytes)
 
     @property
     def is_tight(self) -> bool:

@@ -201,11 +201,11 @@ class MemoryStep:
     copied: bool = True
     on_storage: bool = False
 
-    @property
+    @cached_property
     def number(self) -> int:
         return self.identity.number
 
-    @property
+    @cached_property
     def window(self) -> int | None:
         """First step of its sparse window; None for a checkpoint by itself."""
         return None if self.contents.window is None else self.contents.window.start

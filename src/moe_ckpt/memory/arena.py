@@ -19,6 +19,7 @@ import threading
 from bisect import bisect, insort
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -144,7 +145,7 @@ class Buffer:
     slot: Slot | None = None
     is_adopted: bool = False
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         return self.memory.numel()
 

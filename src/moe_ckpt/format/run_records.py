@@ -62,10 +62,10 @@ class Identity:
             differences: What is known of how they differ.
         """
         if self.fingerprint != fingerprint:
+            differences = differences or f"its structure is {self.fingerprint}, that of this model {fingerprint}"
             raise StoreError(
-                f"the store {root} holds checkpoints of another model (structure {self.fingerprint}, "
-                f"this model is {fingerprint}{': ' + differences if differences else ''}). "
-                "Choose another dirpath, or restore the model's configuration."
+                f"the store {root} holds checkpoints of another model: {differences}. Choose another dirpath, or restore "
+                "the model's configuration."
             )
 
 

@@ -289,5 +289,6 @@ def _nothing(reader: StoreReader, roots: Sequence[str]) -> str:
     others = f": {'; '.join(runs_of_roots[:_SHOWN])}" if runs_of_roots else ""
     return (
         f"no slot in {', '.join(roots)} is of run {reader.identity().run_id[:12]} of {reader.storage.root}{others}. "
-        "Set --directory to the run's Memory(directory=...), and give the store of that run"
+        "Set --directory to the run's Memory(directory=...), and give the store of that run. A run that was not killed "
+        "has removed its memory at its end"
     )

@@ -15,36 +15,10 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from moe_ckpt.boost.layer import BoostPort, LayerBoost
-from moe_ckpt.boost.life import Boosting
-from moe_ckpt.core.operators import grid_of
 from moe_ckpt.modeling.discover import FoundLayer
 from moe_ckpt.modeling.routing import TrainingPasses
-from moe_ckpt.ports import Communicator
-from moe_ckpt.stopwatch import Stopwatch
 
 ATTRIBUTE = "moe_boost"
-
-
-def boost_of_layers(
-    boost: float,
-    layers: Sequence[FoundLayer],
-    passes: TrainingPasses,
-    comm: Communicator,
-    stopwatch: Stopwatch,
-    refused: str | None = None,
-) -> Boosting:
-    """Returns the boost of a run.
-
-    Args:
-        boost: Of the policy's needs.
-        layers: Of the live model.
-        passes: Tells which forward passes are training's.
-        comm: The ranks.
-        stopwatch: Counts what routers ask for.
-        refused: Why no layer can take a boost; None if layers can.
-    """
-    grid = grid_of([layer.info for layer in layers])
-    return Boosting(boost, boost_ports(layers, refused, passes), grid, comm, stopwatch)
 
 
 def boost_ports(

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from moe_ckpt.comm.communicator import make_communicator
+from moe_ckpt.core.operators import grid_of
 from moe_ckpt.driver.changes import Change, groups_of, optimizer_changes
 from moe_ckpt.driver.host import Host, loading_state
 from moe_ckpt.driver.run import Driver
@@ -63,9 +64,11 @@ def open_torch(
         comm = make_communicator(options.timeout_secs, late=on_device)
         boost = None
         if needs.boost is not None:
-            from moe_ckpt.boost.ports import boost_of_layers
+            from moe_ckpt.boost.life import Boosting
+            from moe_ckpt.boost.ports import boost_ports
 
-            boost = boost_of_layers(needs.boost, layers, passes, comm, stopwatch, no_boost)
+            ports = boost_ports(layers, no_boost, passes)
+            boost = Boosting(needs.boost, ports, grid_of(catalog.layers), comm, stopwatch)
         driver.open(comm, catalog, state, aliases=tied_aliases(module), boost=boost, pinned=on_device, **rest)
     except BaseException:
         counter.close()  # a caller may catch this and train without checkpoints

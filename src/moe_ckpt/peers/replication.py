@@ -333,15 +333,13 @@ class Replicator:
                         return
                     wire, link = connection
                     del awaited[link.source]
-                    self._receive_from(self._cutter.add(wire), link)
+                    source = self._cutter.add(wire), link
+                    thread = named_thread(ThreadName.REPLICATE, self._receive, *source, suffix=f"-from-{link.source}")
+                    with self._lock:
+                        self._receivers.append(thread)
+                    thread.start()
         finally:
             listener.close()
-
-    def _receive_from(self, wire: Wire, link: Link) -> None:
-        thread = named_thread(ThreadName.REPLICATE, self._receive, wire, link, suffix=f"-from-{link.source}")
-        with self._lock:
-            self._receivers.append(thread)
-        thread.start()
 
     def _receive(self, wire: Wire, link: Link) -> None:
         try:

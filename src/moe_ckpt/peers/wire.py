@@ -317,16 +317,14 @@ def own_address() -> str:
     gloo takes it.
     """
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0].strip()
+    if interface and (chosen := _of_interface(interface)):
+        return chosen
     master = os.environ.get("MASTER_ADDR", "")
-    chosen = _of_interface(interface) if interface else ""
-    if not chosen and master in ("localhost", "127.0.0.1", "::1"):
+    if master in ("localhost", "127.0.0.1", "::1"):
         return "::1" if master == "::1" else "127.0.0.1"
-    for target in (master, socket.gethostname(), "192.0.2.1"):  # the last, of no network, takes the default route
-        if chosen:
-            break
-        address = _towards(target) if target else ""
-        chosen = "" if address.startswith(_LOOPBACKS) else address
-    return chosen or "127.0.0.1"
+    targets = filter(None, (master, socket.gethostname(), "192.0.2.1"))  # the last, of no network: the default route
+    addresses = map(_towards, targets)
+    return next((one for one in addresses if one and not one.startswith(_LOOPBACKS)), "127.0.0.1")
 
 
 def _of_interface(name: str) -> str:

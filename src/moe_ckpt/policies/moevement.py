@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from math import inf
 from typing import Any, ClassVar
 
 from moe_ckpt.core.operators import Catalog
@@ -262,21 +263,17 @@ class MoEvement:
         if limit is None:
             return (tuple(op for lane in lanes for op in lane.order),)
         most = most_slots or self.max_window
-        needed = _needed(lanes, sizes, limit, most) or most
-        slots = _balanced(lanes, sizes, needed)
-        heaviest = max(share_bytes(slots, sizes, lanes))
-        # Some ranks may own more experts than others, or an owner's may have come together. Longer windows part
-        # them, though not all of them do: where owners have few experts, one slot more may change nothing.
-        for longer in range(needed + 1, most + 1):
-            if heaviest <= limit:
+        best, lightest = Slots(), inf
+        # More slots than needed on average: an owner's experts may lie close together in the order, and longer windows
+        # separate them. One slot more may change nothing if owners have few experts.
+        for number in range(_needed(lanes, sizes, limit, most) or most, most + 1):
+            slots = _balanced(lanes, sizes, number)
+            heaviest = max(share_bytes(slots, sizes, lanes))
+            if heaviest < lightest:
+                best, lightest = slots, heaviest
+            if lightest <= limit or len(slots) < number:  # the latter: there is nothing left to separate
                 break
-            other = _balanced(lanes, sizes, longer)
-            if len(other) < longer:  # there is nothing left to part
-                break
-            lighter = max(share_bytes(other, sizes, lanes))
-            if lighter < heaviest:
-                slots, heaviest = other, lighter
-        return slots
+        return best
 
     def _too_large(self, context: PolicyContext, heaviest: int) -> str:
         """Why no checkpoint fits in host memory, and what to change. heaviest: On one rank."""
@@ -324,9 +321,10 @@ def _under_way(context: PolicyContext) -> Window | None:
 def _needed(
     lanes: Sequence[Lane], sizes: Mapping[str, OperatorBytes], limit: int, most_slots: int | None
 ) -> int | None:
-    """The fewest slots with which no rank has over ``limit`` bytes; None if there are none, or over ``most_slots``."""
+    """Returns the fewest slots with which no rank has over ``limit`` bytes; None if there are none up to
+    ``most_slots``."""
     packed = [lane.pack(sizes, limit * lane.ranks, most_slots) for lane in lanes]
-    return max((len(slots) for slots in packed if slots is not None), default=0) if None not in packed else None
+    return None if None in packed else max((len(slots) for slots in packed if slots is not None), default=0)
 
 
 def _balanced(lanes: Sequence[Lane], sizes: Mapping[str, OperatorBytes], most_slots: int) -> Slots:

@@ -211,7 +211,9 @@ class Survivor:
         begin = functools.partial(self._begin, tokens, until)
         mine = begin(SnapshotPlan(step, catalog.everything), plain, None)
         nbytes = mine.nbytes
-        peer = _lending_peer(self._run) if self.lends else None
+        placement = self._run.placement
+        alike = placement.expert_peers or placement.peers
+        peer = lends(self._run.comm.rank, alike) if self.lends else None
         if peer is not None:
             operators = catalog.everything if self._is_lent_whole else tuple(op.id for op in catalog.experts)
             try:
@@ -262,11 +264,6 @@ def _require_room(run: RunContext, pipeline: Pipeline) -> None:
     memory, shares = pipeline.memory, 2 * len(run.catalog.operators) // run.comm.world_size
     if memory is not None:
         requires_room(memory.files.path, run.settings.local_ranks)(shares * _PLANNING_NBYTES)
-
-
-def _lending_peer(run: RunContext) -> int | None:
-    """Returns the rank whose share this one seals besides its own; None if there is none."""
-    return lends(run.comm.rank, run.placement.expert_peers or run.placement.peers)
 
 
 def _left(until: float) -> float:

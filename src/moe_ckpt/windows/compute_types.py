@@ -8,7 +8,7 @@ touched its memory was a view or the one cast. Rounding is idempotent: what is c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -42,7 +42,7 @@ class ComputeTypeProbe:
     def start(self) -> None:
         """Begin to watch. Memory of a parameter that is shared with another one is not told apart, so both are wide."""
         if self._watch is None:
-            self._watch = _TypeWatch(_owners(self._model), self._note, self._stopwatch)
+            self._watch = _TypeWatch(_owners(self._model), self._seen, self._stopwatch)
             self._watch.__enter__()  # type: ignore[no-untyped-call]
 
     def stop(self) -> None:
@@ -50,9 +50,6 @@ class ComputeTypeProbe:
         watch, self._watch = self._watch, None
         if watch is not None:
             watch.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-
-    def _note(self, name: str, dtype: torch.dtype) -> None:
-        self._seen[name].add(dtype)
 
     def reads(self) -> list[int]:
         """Returns how each parameter was read, in the model's order: a number of which the largest over ranks counts,
@@ -84,12 +81,12 @@ def _owners(model: nn.Module) -> dict[int, str | None]:
 
 class _TypeWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(
-        self, owners: Mapping[int, str | None], note: Callable[[str, torch.dtype], None], stopwatch: Stopwatch
+        self, owners: Mapping[int, str | None], seen: Mapping[str, set[torch.dtype]], stopwatch: Stopwatch
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._stopwatch = stopwatch
         self._owners = owners
-        self._note = note
+        self._seen = seen
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -101,7 +98,7 @@ class _TypeWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 name = self._owner(tensor)
                 if name is not None and not self._is_view_of(result, tensor):
                     cast = func is _CAST and (kwargs or {}).get("dtype")
-                    self._note(name, cast or tensor.dtype)
+                    self._seen[name].add(cast or tensor.dtype)
         return result
 
     def _owner(self, tensor: torch.Tensor) -> str | None:

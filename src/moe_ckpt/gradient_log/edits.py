@@ -1,17 +1,17 @@
-"""Notices what writes to weights or optimizer state beside the optimizers: no log of gradients has that.
+"""Notices writes to weights or optimizer state by anything but the optimizers: a log of gradients does not have them.
 
-What torch counts of each tensor is noted when an update has ended, and compared when the step has, and again when the
-next update begins. Weight clipping at the end of a batch, QK-clip behind ``optimizer.step()``, a momentum set back to
-zero and state that was replaced or removed are seen so, and another memory (``p.data = other``). Writes through
-``p.data`` and by kernels of others are not counted. So on a CPU some weights in turn are also compared by value: small
-models as a whole at each step, of large ones a few MiB. On a device nothing is, since training would wait for it.
+When an update has ended, the versions that torch counts of each tensor are noted. They are compared when the step has
+ended, and again when the next update begins. This shows weight clipping at the end of a batch, QK-clip behind
+``optimizer.step()``, a momentum set to zero, state that was replaced or removed, and other memory (``p.data = other``).
+torch does not count writes through ``p.data``, nor those of foreign kernels. So on a CPU some weights are also compared
+by value: all of a small model at each step, a few MiB in turn of a large one. On a device no values are compared, since
+training would wait for that.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,8 @@ _MOST_TENSORS, _MOST_BYTES = 64, 4 << 20
 _OF_NO_USE = 3
 """If so many steps in a row are edited, the next ones will be, too."""
 _MOST_NAMED = 3
+_COPIES = -1
+"""Stands for the number of an optimizer, of weights that none updates."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -201,18 +203,19 @@ class EditWatch:
 
     Args:
         optimizers: As given to ``GradientCapture``.
-        copies: Further weights, which are written when the optimizers have stepped: the model's, of master weights.
-        gathered: They come from other ranks later, by what torch does not count.
+        copies: Further weights, written after the optimizers have stepped: the model's, made from master weights.
+        gathered: True if these weights come from other ranks later, which torch does not count as writes.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer], copies: Named, *, gathered: bool = False) -> None:
-        self._optimizers, self._copied_weights, self._gathered = tuple(optimizers), copies, gathered
+        self._optimizers, self._copies, self._gathered = tuple(optimizers), copies, gathered
         self._capture: GradientCapture | None = None
-        self._of: Mapping[tuple[int, str], torch.Tensor] = {}
+        self._updated_tensors: Mapping[tuple[int, str], torch.Tensor] = {}
         self._marks: dict[int, Marks] = {}
-        self._copies: Marks | None = None
+        """Per optimizer; those of ``copies`` by ``_COPIES``."""
         self._edited: dict[str, None] = {}
-        self._has_looked = False
+        self._is_current = False
+        """True if ``_edited`` has all edits so far, because no optimizer has stepped since the last look."""
 
     def begin(self, capture: GradientCapture) -> None:
         """Training begins: from here on, each update is noted."""
@@ -223,76 +226,73 @@ class EditWatch:
         """An optimizer is about to make an update.
 
         Args:
-            number: Of it.
-            first: No other one has in this step.
+            number: Number of the optimizer.
+            first: True if no other optimizer has made an update in this step.
         """
-        self._has_looked = False
+        self._is_current = False
         self._renew()
-        if number in self._marks:
-            self._edited |= dict.fromkeys(self._marks[number].changed())
-        if first and self._copies is not None:
-            self._edited |= dict.fromkeys(self._copies.changed())
+        self._compare((number, _COPIES) if first else (number,))
 
     def _updated(self, number: int) -> None:
-        self._has_looked = False
+        self._is_current = False
         self._renew()
         if number in self._marks:
             self._marks[number].note()
 
     def copies_written(self, *, updated: bool) -> None:
-        """The weights that follow the optimizers' have been written.
+        """The weights that follow the optimizers' weights have been written.
 
         Args:
-            updated: They were: some optimizer stepped.
+            updated: True if some optimizer has stepped.
         """
-        if not self._copied_weights:
+        if not self._copies:
             return
-        if self._copies is None:
-            self._copies = Marks(self._copied_weights, None, by_value=not self._gathered)
-            self._copies.note()
-        elif updated:
-            self._copies.note()
-        else:
-            self._edited |= dict.fromkeys(self._copies.changed())
+        if _COPIES not in self._marks:
+            self._marks[_COPIES] = Marks(self._copies, None, by_value=not self._gathered)
+        elif not updated:
+            self._compare([_COPIES])
+            return
+        self._marks[_COPIES].note()
 
     def edited(self) -> Sequence[str]:
-        """Returns the names of what was changed by others since ``forget``, until now."""
-        self._look()
+        """Returns the names of the tensors that something else has changed since ``forget``."""
+        if self._marks.keys() - {_COPIES} and not self._is_current:
+            self._renew()
+            self._compare(self._marks)
+            self._is_current = True
         return tuple(self._edited)
 
     def counts(self) -> Iterator[dict[str, Any]]:
-        """Yields ``Marks.counts`` of the optimizers as plain data, right after ``edited``."""
+        """Yields ``Marks.counts`` of the optimizers as plain data. To be called right after ``edited``."""
         for number, marks in self._marks.items():
             for kind, names, values in marks.counts():
                 yield {"optimizer": number, "state": kind, "units": names, "values": torch.stack(values)}
 
-    def _look(self) -> None:
-        if not self._marks or self._has_looked:
-            return
-        self._has_looked = True
-        self._renew()
-        marks = chain(self._marks.values(), [] if self._copies is None else [self._copies])
-        self._edited |= dict.fromkeys(chain.from_iterable(mark.changed() for mark in marks))
-
     def forget(self) -> None:
-        """The step was taken in, as it is now."""
-        self._look()
-        self._has_looked, self._edited = False, {}
+        """Takes the present state as that of the step."""
+        self.edited()
+        self._is_current, self._edited = False, {}
+
+    def _compare(self, numbers: Iterable[int]) -> None:
+        for number in numbers:
+            if number in self._marks:
+                self._edited |= dict.fromkeys(self._marks[number].changed())
 
     def _renew(self) -> None:
-        """What optimizers update may be other tensors than before."""
+        """Begins anew for optimizers whose tensors are others than before."""
         tensors = {} if self._capture is None else self._capture.tensors()
-        if tensors is self._of:
+        before = self._updated_tensors
+        if tensors is before:
             return
-        for number, before in self._marks.items():
-            if any(key not in tensors or tensors[key] is not self._of[key] for key in self._of if key[0] == number):
-                continue  # gone with the optimizer's param groups, whose layout is another matter
-            self._edited |= dict.fromkeys(before.changed())
-        self._of = tensors
+        replaced = {key[0] for key in before if key not in tensors or tensors[key] is not before[key]}
+        # What is replaced is gone with the optimizer's param groups; ``RunLog`` notices that by itself.
+        self._compare(number for number in self._marks if number not in replaced | {_COPIES})
+        self._updated_tensors = tensors
         weights: dict[int, list[tuple[str, torch.Tensor]]] = {}
         for (number, name), tensor in tensors.items():
             weights.setdefault(number, []).append((name, tensor))
-        self._marks = {number: Marks(named, self._optimizers[number]) for number, named in weights.items()}
+        copies = {number: marks for number, marks in self._marks.items() if number == _COPIES}
+        self._marks = {n: Marks(named, self._optimizers[n]) for n, named in weights.items()} | copies
 
 
 class EditedSteps:

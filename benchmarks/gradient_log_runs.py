@@ -187,7 +187,7 @@ def windows_bytes(window: int, size: str) -> float:
             start, stop = span.rows(shape)
             elements[op.id] += (stop - start) * prod(shape[1:])
     sizes = {op: OperatorBytes(12 * count, 4 * count) for op, count in elements.items()}
-    experts = [op for op, *_ in catalog.experts_by_layer]
+    experts = list(catalog.experts_in_order)
     slots = balance([*experts, *(op.id for op in catalog.always_saved)], sizes, window)
     frozen = (sizes[op].full + at * sizes[op].compute for at, slot in enumerate(slots) for op in slot)
     return sum(frozen) / len(slots) / sum(elements.values())

@@ -307,7 +307,7 @@ def test_it_says_what_does_not_fit_and_why():
     assert (fits.fits, fits.warning, fits.stall_secs) == (True, None, 0.0)
     short = policy.explain(context(MODEL, 9, sizes=weighing(MODEL), measured=rates(800.0)))
     assert not short.fits
-    assert short.gradients_fit
+    assert short.gradient_bytes < short.limit_bytes
     assert "a longer round would, and 4 steps are the most; training stalls by up to 0.2 s" in short.warning
     never = policy.explain(context(MODEL, 9, sizes=weighing(MODEL), measured=rates(600.0)))
     assert "the gradients alone have 640, in a round of any length: use MoEvement" in never.warning

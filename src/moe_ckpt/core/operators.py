@@ -208,14 +208,9 @@ class Catalog:
         return {op.id: (op.layer, op.expert) for op in self.experts if op.layer is not None and op.expert is not None}
 
     @cached_property
-    def experts_by_layer(self) -> tuple[tuple[str, int, int], ...]:
-        """(id, layer, expert) of all experts, layer by layer."""
-        return tuple(sorted(((op, *at) for op, at in self.expert_at.items()), key=lambda row: row[1:]))
-
-    @cached_property
     def experts_in_order(self) -> tuple[str, ...]:
         """Ids of all experts, layer by layer."""
-        return tuple(op for op, *_ in self.experts_by_layer)
+        return tuple(sorted(self.expert_at, key=self.expert_at.__getitem__))
 
     @cached_property
     def all_experts(self) -> npt.NDArray[np.int64]:

@@ -60,6 +60,9 @@ class OperatorBytes:
         return self.full // 3 if self.full > 4 * self.compute else self.compute
 
 
+_FULL, _COMPUTE = attrgetter("full"), attrgetter("compute")
+
+
 @dataclass(frozen=True)
 class Window:
     """Assignment of operators to the slots that anchor them.
@@ -103,8 +106,8 @@ def slot_plan(window: Window, slot: int, step: int) -> SnapshotPlan:
 
 def slot_bytes(slots: Sequence[Collection[str]], sizes: Mapping[str, OperatorBytes]) -> tuple[int, ...]:
     """Bytes of each slot's snapshot, all ranks together: its anchors in full, later slots' operators as compute."""
-    full = [sum(sizes[op].full for op in slot) for slot in slots]
-    return tuple(_with_later(full, [sum(sizes[op].compute for op in slot) for slot in slots]))
+    full, compute = ([sum(map(kind, map(sizes.__getitem__, slot))) for slot in slots] for kind in (_FULL, _COMPUTE))
+    return tuple(nbytes + sum(compute[at + 1 :]) for at, nbytes in enumerate(full))
 
 
 def merge_coupled(
@@ -205,7 +208,7 @@ class Lane:
 
     @cached_property
     def _nbytes(self) -> Remembered[npt.NDArray[np.int64]]:
-        """``_bytes_of`` the order. It is asked about several times, and to look thousands of names up takes long."""
+        """Returns ``_bytes_of`` the order. It is asked for several times, and looking up thousands of names is slow."""
         return Remembered(partial(_bytes_of, self.order), most=1)
 
     @cached_property
@@ -234,11 +237,6 @@ class Lane:
         owned = with_later[of_owners != _SHARED].max(axis=0, initial=0).tolist()
         even = with_later[of_owners == _SHARED].sum(axis=0).tolist()
         return [-(-n // self.ranks) + -(-m // self.expert_ranks) for n, m in zip(even, owned, strict=True)]
-
-
-def _with_later(full: Sequence[int], compute: Sequence[int]) -> list[int]:
-    """Per slot, what it has in full and what later ones have at compute fidelity."""
-    return [nbytes + sum(compute[at + 1 :]) for at, nbytes in enumerate(full)]
 
 
 def lanes_of(order: Sequence[str], placement: Placement) -> tuple[Lane, ...]:
@@ -300,9 +298,6 @@ def share_bytes(
 def _owners_of(operators: Sequence[str], owners: Mapping[str, int]) -> npt.NDArray[np.int64]:
     """The owner of each; ``_SHARED`` where it has none."""
     return np.fromiter(map(owners.get, operators, repeat(_SHARED)), np.int64, len(operators))
-
-
-_FULL, _COMPUTE = attrgetter("full"), attrgetter("compute")
 
 
 def _bytes_of(operators: Sequence[str], sizes: Mapping[str, OperatorBytes]) -> npt.NDArray[np.int64]:

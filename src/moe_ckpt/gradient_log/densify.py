@@ -178,18 +178,14 @@ def _write(storage: Storage, lock: StoreLock, densifier: Densifier, device: torc
         done += nbytes
         tell(done, total, what)
 
-    rows, nbytes = [], 0
     try:
         here = Device.of(device)
-        for rank in ranks:
-            share = _write_share(storage, densifier, rank, device, report)
-            rows.append((share.files, share.state))
-            nbytes += share.nbytes
+        shares = [_write_share(storage, densifier, rank, device, report) for rank in ranks]
     finally:
         torch.set_num_threads(before)
     lock.confirm()
-    made = commit_made(storage, manifest, rows, densifier.parent)
-    return Densified(made, densifier.updates, nbytes, here, densifier.devices)
+    made = commit_made(storage, manifest, shares, densifier.parent)
+    return Densified(made, densifier.updates, sum(share.nbytes for share in shares), here, densifier.devices)
 
 
 def steps_in_memory(storage: Storage, roots: Sequence[str]) -> list[int]:
@@ -239,10 +235,10 @@ def densify_together(
         return {rank: _write_share(storage, maker, rank, maker.device(), lambda nbytes, what: None) for rank in mine}
 
     written = together(comm, lambda: _usable(manifest, write))
-    mine_written = {rank: (share.files.decode(), share.state.decode()) for rank, share in written.items()}
-    payload = json.dumps(mine_written).encode()
-    rows = {int(rank): facts for raw in comm.everyone(payload) for rank, facts in json.loads(raw).items()}
-    shares = [(rows[rank][0].encode(), rows[rank][1].encode()) for rank in range(manifest.world_size)]
+    mine_written = {rank: (share.files.decode(), share.state.decode(), share.nbytes) for rank, share in written.items()}
+    answers = map(json.loads, comm.everyone(json.dumps(mine_written).encode()))
+    facts = {int(rank): columns for answer in answers for rank, columns in answer.items()}
+    shares = [WrittenShare(files.encode(), state.encode(), n) for _, (files, state, n) in sorted(facts.items())]
 
     def commit() -> str:
         return commit_made(storage, manifest, shares, maker.parent).directory
@@ -311,22 +307,23 @@ def _write_shard(
     return FileRecord(path, nbytes, len(header), digest(header), of.step, rank)
 
 
-def commit_made(storage: Storage, of: Manifest, shares: Sequence[tuple[bytes, bytes]], parent: str | None) -> Manifest:
+def commit_made(storage: Storage, of: Manifest, shares: Sequence[WrittenShare], parent: str | None) -> Manifest:
     """Writes part and manifest: when it returns, the checkpoint exists.
 
     Args:
         storage: Of the store.
         of: The checkpoint, in which every operator is as of its step.
-        shares: Of all its ranks: rows of files and of the state.
+        shares: Of all its ranks, in their order.
         parent: As ``Manifest.parent``.
 
     Raises:
         OSError: They cannot be written.
     """
-    files, states = (b"".join(rows) for rows in zip(*shares, strict=True))
-    operators = Fragment(sorted(of.operators))
     record, raw = encode_part(
-        of.run_id, of.step, of.generation, of.world_size, files=files, states=states, operators=operators
+        *(of.run_id, of.step, of.generation, of.world_size),
+        files=b"".join(share.files for share in shares),
+        states=b"".join(share.state for share in shares),
+        operators=Fragment(sorted(of.operators)),
     )
     write_named(storage, record.path, [raw])
     manifest = replace(

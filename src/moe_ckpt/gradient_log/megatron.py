@@ -152,6 +152,7 @@ def loop_log(inventory: ModelInventory, optimizer: Any, chunks: Sequence[Any], d
         UnsupportedError: The policy logs gradients, and ``capture_gradients`` refuses.
     """
     policy, inner = driver.options.policy, inner_optimizers(optimizer)
+    configs = [getattr(chunk, "ddp_config", None) for chunk in chunks]
     if driver.options.needs.gradients:
         _refuse_qk_clip(chunks, type(policy).__name__)
     return RunLog(
@@ -161,7 +162,7 @@ def loop_log(inventory: ModelInventory, optimizer: Any, chunks: Sequence[Any], d
         driver.release_gradients,
         keys=[0] * len(inner),  # as ``megatron.training_state`` has them
         copies=list(_copies(inventory, optimizer)),
-        gathered=_gathers_late(chunks),
+        gathered=any(getattr(config, "overlap_param_gather", False) for config in configs),
         finish=partial(weights_from_masters, optimizer, chunks),
     )
 
@@ -172,11 +173,6 @@ def _copies(inventory: ModelInventory, optimizer: Any) -> Iterator[tuple[str, to
     for parameter, slot in slots(optimizer).items():
         if slot.master is not None:
             yield names[parameter], parameter
-
-
-def _gathers_late(chunks: Sequence[Any]) -> bool:
-    """Whether the next forward pass gathers weights from other ranks."""
-    return any(getattr(getattr(chunk, "ddp_config", None), "overlap_param_gather", False) for chunk in chunks)
 
 
 def _refuse_qk_clip(chunks: Sequence[Any], policy: str) -> None:

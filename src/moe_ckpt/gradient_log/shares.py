@@ -87,7 +87,7 @@ class RankShare(LoggedSteps):
             del self._replay  # the next rank's share needs the memory
         slices = []
         for stored, values in self._reader.read_many(self._slices):
-            if self._log.is_updated(split_key(stored.entry.key).fqn):
+            if split_key(stored.entry.key).fqn in self._log.updated:
                 values = self._joined(stored.entry, live[stored.entry.key])
             slices.append((unplaced(stored.entry), bytes_of(values)))
             tell(stored.nbytes, f"writing the share of rank {self._rank}")
@@ -204,7 +204,8 @@ class Densifier:
         manifest: Of it.
         anchors: Operator -> step of the anchor that its last step is made from.
         homes: As of ``LoggedSteps``.
-        layouts: Of each rank's updates; none where nothing was logged.
+        layouts: Per rank, what it updates; empty if nothing was logged.
+        updated: Parameters that an optimizer of any rank updates.
 
     Raises:
         NoCheckpointError: An operator does not reach the step.
@@ -220,7 +221,7 @@ class Densifier:
         _require_reached(opened)
         ranks = range(opened.manifest.world_size)
         self.layouts: list[UpdateLayout] = [self._layout(rank) for rank in ranks] if opened.logged else []
-        self._updated = {p.parameter for layout in self.layouts for unit in layout.units for p in unit.pieces}
+        self.updated = {p.parameter for layout in self.layouts for unit in layout.units for p in unit.pieces}
         self._shares: dict[int, RankShare] = {}
 
     def _layout(self, rank: int) -> UpdateLayout:
@@ -308,10 +309,6 @@ class Densifier:
         for stored in self._index.live:
             slices[stored.file.rank].append(stored)
         return slices
-
-    def is_updated(self, parameter: str) -> bool:
-        """Returns whether an optimizer of any rank updates a parameter."""
-        return parameter in self._updated
 
     def stored_of(self, parameters: Mapping[str, Sequence[Box]]) -> Iterator[StoredSlice]:
         """Yields all anchors of these blocks: weights, and optimizer state of them."""

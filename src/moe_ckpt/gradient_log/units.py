@@ -96,17 +96,13 @@ class Unit:
                 f"{what} of {self.name} is {tensor.layout}: updates with it cannot be repeated from a log. "
                 "Use dense gradients (Embedding(sparse=False))."
             )
-        if tuple(tensor.shape) != self.shape or not same_strides(self.shape, tensor.stride(), self.stride):
+        axes = zip(self.shape, tensor.stride(), self.stride, strict=False)
+        if tuple(tensor.shape) != self.shape or any(size > 1 and one != other for size, one, other in axes):
             raise UnsupportedError(
                 f"{what} of {self.name} has shape {tuple(tensor.shape)} and strides {tensor.stride()}, but the "
                 f"parameter {self.shape} and {self.stride}: kernels may round it differently. Give them the same shape "
                 "and strides."
             )
-
-
-def same_strides(shape: Sequence[int], one: Sequence[int], other: Sequence[int]) -> bool:
-    """Returns whether two strides mean the same for ``shape``; those of axes with one element do not count."""
-    return all(size <= 1 or a == b for size, a, b in zip(shape, one, other, strict=True))
 
 
 def whole_unit(name: str, optimizer: int, group: int, tensor: torch.Tensor, box: Box | None = None) -> Unit:

@@ -185,8 +185,11 @@ class GradientLog:
         little_longer = [window for window in fitting if window <= fewest + fewest // 4 + 1]
         if len(context.memory.anchored_at) != len(context.model.catalog.operators):
             return fewest
-        under_way = (window for window in little_longer if _keeps(rounds, window, context.memory.anchored_at))
-        return next(under_way, fewest)
+        # A round under way goes on: what was anchored together lately is anchored together in it, too.
+        slots = {
+            window: [context.memory.anchored_at[slot] for slot in rounds.places(window)] for window in little_longer
+        }
+        return next((w for w, steps in slots.items() if all(at.min() == at.max() for at in steps)), fewest)
 
     def _limit_bytes(self, context: PolicyContext, rounds: Rounds, window: int) -> int | None:
         """Returns the most bytes of a step: what can be copied, or sent to peers if that is less; None if not known."""
@@ -238,11 +241,6 @@ class GradientLog:
 
     def describe(self) -> dict[str, Any]:
         return {"name": "gradient_log", **asdict(self)}
-
-
-def _keeps(rounds: Rounds, window: int, anchored_at: Counts) -> bool:
-    """Whether what was anchored together lately is anchored together in rounds of ``window`` steps, too."""
-    return all(anchored_at[slot].min() == anchored_at[slot].max() for slot in rounds.places(window))
 
 
 def _tokens(context: PolicyContext, slots: tuple[Counts, ...]) -> list[int]:

@@ -207,11 +207,6 @@ class LogReport:
         return None if self.limit_bytes is None else self.heaviest_bytes <= self.limit_bytes
 
     @property
-    def gradients_fit(self) -> bool | None:
-        """True if gradients alone keep within the limit, so that some round would fit if it were long enough."""
-        return None if self.limit_bytes is None else self.gradient_bytes < self.limit_bytes
-
-    @property
     def stall_secs(self) -> float | None:
         """Seconds that the heaviest step takes longer than there is time for; None where that is not known."""
         if not self.limit_bytes or not self.iteration_secs:
@@ -251,7 +246,7 @@ class LogReport:
         stall = "" if self.stall_secs is None else f"; training stalls by up to {self.stall_secs:.3g} s per step"
         numbers = f"{self.heaviest_bytes:,} bytes per rank, {self.limit_bytes or 0:,} would fit"
         what = f"a log of gradients with rounds of W = {self.window} does not fit into an iteration ({numbers})"
-        if self.gradients_fit:
+        if self.gradient_bytes < (self.limit_bytes or 0):
             why = f"a longer round would, and {self.most_window} steps are the most"
         else:
             why = (

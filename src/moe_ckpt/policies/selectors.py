@@ -385,9 +385,6 @@ def _oldest_first(chosen_at: Counts, first: Counts, most: int) -> Counts:
     last = np.where(ends, turn, count).argmin(axis=1)
     turn[has_end] = _turns(count)[(last[has_end] + 1) % count]
     rank = chosen_at * count + turn  # by age, and among those of one age by turn: no two are alike
-    if most == 1:
-        first_of_all: Counts = rank.argmin(axis=1)[:, None]
-        return first_of_all
     rows = np.arange(len(rank))[:, None]
     oldest: Counts = np.argpartition(rank, min(most, count) - 1, axis=1)[:, :most]  # to sort them all takes longer
     by_age: Counts = oldest[rows, rank[rows, oldest].argsort(axis=1)]

@@ -31,16 +31,13 @@ def boost_ports(
         shared: Why no layer can take a boost; None if layers can.
         passes: Tells which forward passes are training's. None: those of modules in training mode.
     """
-    training_passes = passes or TrainingPasses()
-    return {layer.info.index: _port(layer, training_passes, shared) for layer in layers}
-
-
-def _port(layer: FoundLayer, passes: TrainingPasses, refused: str | None) -> BoostPort:
-    """Of the first module that has the attribute: a router, or the layer."""
-    owner = next((module for module in (*layer.routers, layer.layer) if hasattr(module, ATTRIBUTE)), None)
-    if owner is None:
-        return TopKPort(layer, layer.layer, passes, refused)
-    return AttributePort(layer, owner, passes, refused)
+    training_passes, ports = passes or TrainingPasses(), dict[int, BoostPort]()
+    for layer in layers:
+        # The first module that has the attribute asks: a router, or the layer.
+        asking = next((module for module in (*layer.routers, layer.layer) if hasattr(module, ATTRIBUTE)), None)
+        kind = TopKPort if asking is None else AttributePort
+        ports[layer.info.index] = kind(layer, layer.layer if asking is None else asking, training_passes, shared)
+    return ports
 
 
 class _Port:

@@ -152,22 +152,19 @@ class GradientCapture:
             if closure is None:
                 self._consume(number, optimizer)
                 return None
-            wrapped = self._after(closure, number, optimizer)
+
+            @wraps(closure)
+            def wrapped() -> Any:
+                loss = closure()
+                self._consume(number, optimizer)
+                return loss
+
             if len(args) > 1:
                 return (args[0], wrapped, *args[2:]), kwargs
             return args, {**kwargs, "closure": wrapped}
 
         handle: RemovableHandle = optimizer.register_step_pre_hook(before)
         self._undo.append(handle.remove)
-
-    def _after(self, closure: Callable[[], Any], number: int, optimizer: Optimizer) -> Callable[[], Any]:
-        @wraps(closure)
-        def wrapped() -> Any:
-            loss = closure()
-            self._consume(number, optimizer)
-            return loss
-
-        return wrapped
 
     def _consume(self, number: int, optimizer: Optimizer) -> None:
         with self._stopwatch:

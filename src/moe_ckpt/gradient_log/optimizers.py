@@ -227,26 +227,17 @@ def detached(
     Raises:
         UnsupportedError: A class is not known here.
     """
-    tensors = {
-        (unit.optimizer, unit.name): nn.Parameter(
-            torch.empty_strided(unit.shape, unit.stride, dtype=getattr(torch, unit.dtype), device=device).fill_(
-                torch.nan
-            )
-        )
-        for unit in units
-    }
+    tensors: dict[tuple[int, str], nn.Parameter] = {}
+    for unit in units:
+        empty = torch.empty_strided(unit.shape, unit.stride, dtype=getattr(torch, unit.dtype), device=device)
+        tensors[unit.optimizer, unit.name] = nn.Parameter(empty.fill_(torch.nan))
     optimizers = []
     for number, (name, settings) in enumerate(kinds):
-        groups = [
-            {
-                # Each update writes its hyperparameters into what is a tensor, and what was recorded must stay.
-                **{key: copied_value(value) for key, value in group.items()},
-                "params": [
-                    tensors[number, unit.name] for unit in units if (unit.optimizer, unit.group) == (number, at)
-                ],
-            }
-            for at, group in enumerate(settings)
-        ]
+        groups = []
+        for at, group in enumerate(settings):
+            members = [tensors[number, unit.name] for unit in units if (unit.optimizer, unit.group) == (number, at)]
+            # Each update writes its hyperparameters into what is a tensor, and what was recorded must stay.
+            groups.append({**{key: copied_value(value) for key, value in group.items()}, "params": members})
         make: Any = class_named(name)
         optimizers.append(make(groups))
     return OptimizerReplay(optimizers, units, tensors)

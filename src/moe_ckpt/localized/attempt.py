@@ -23,17 +23,15 @@ from moe_ckpt.localized.log_files import SealedLog
 from moe_ckpt.localized.segments import LocalRecovery, local_recoveries
 from moe_ckpt.notices import announce
 from moe_ckpt.ports import TrainingState
-from moe_ckpt.reading.index import StoredSlice
 from moe_ckpt.reading.memory.memory_checkpoints import SURVIVORS_SUFFIX, MemoryCheckpoints
 from moe_ckpt.reading.memory.memory_shares import MemoryCheckpoint, Share, checkpoints_of, is_agreed
 from moe_ckpt.reading.memory.slot_storage import OpenedMemory
 from moe_ckpt.reading.memory.slot_views import LaidSnapshots, SnapshotFacts
 from moe_ckpt.reading.reader import StoreReader
 from moe_ckpt.reading.restore import needed_slices, parameters_of
-from moe_ckpt.reading.shared_reading import SharedReading, divide
-from moe_ckpt.reading.slices import in_order
+from moe_ckpt.reading.shared_reading import SharedReading
 from moe_ckpt.reading.together import NotUsableError, together
-from moe_ckpt.recovery.executing import Opener, Recovery, Restored, opening
+from moe_ckpt.recovery.executing import Opener, Recovery, Restored, divided, opening
 from moe_ckpt.recovery.replay import StepReplay
 from moe_ckpt.run.agreement import Deferred, StepTokens
 from moe_ckpt.session.session import CheckpointSession
@@ -207,24 +205,20 @@ class LocalAttempt:
     def _divide(
         self, reader: StoreReader, manifest: Manifest, opened: OpenedMemory | None, *, goes_back: bool
     ) -> SharedReading | None:
-        """What ranks that go back read together of storage. A collective of all ranks.
+        """Divides among the ranks that go back what they read of storage. A collective of all ranks.
 
-        The others tell that they need nothing, and have no part in it from then on: what ranks that go back send to one
-        another, also in a replay, is not waited for by others, and nothing of it passes through training's groups.
+        The other ranks need nothing, and have no part in the reading from then on: they do not wait for what ranks that
+        go back send to one another, also in a replay, and nothing of it passes through training's groups.
         """
-        index, held = reader.index(manifest), frozenset(() if opened is None else opened.slots.files)
-        kinds = (index.tensors, *index.replay.values())
-        stored = in_order(
-            piece for kind in kinds for group in kind.values() for piece in group if piece.path not in held
+        index, files_in_memory = reader.index(manifest), frozenset(() if opened is None else opened.slots.files)
+        kinds, state = (index.tensors, *index.replay.values()), self._recovery.state
+        return divided(
+            self._recovery.comm,
+            kinds,
+            lambda: parameters_of(state) if goes_back else [],
+            lambda path: path not in files_in_memory,
+            agrees=False,
         )
-        if not stored:  # alike on every rank
-            return None
-
-        def needed() -> set[StoredSlice]:
-            parameters = parameters_of(self._recovery.state) if goes_back else []
-            return {piece for kind in kinds for piece in needed_slices(kind, parameters)}
-
-        return divide(self._recovery.comm, stored, needed, agrees=False)
 
     def _say_local(self, local: LocalRecovery, since: int, manifest: Manifest) -> None:
         stages = [f"{first}" if first == last else f"{first} to {last}" for first, last in local.segments]

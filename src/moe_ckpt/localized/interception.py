@@ -12,7 +12,7 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -118,50 +118,42 @@ class Interception:
             self._groups[id(group)] = entry
         return entry[1], entry[2]
 
-    def _peer(self, peer: Any, group: Any, of_group: Any) -> int | None:
+    def _peer(self, call: _Call, end: str) -> int | None:
+        """Returns the other rank of a message; None if it may come from any. end: "src" or "dst"."""
+        of_group = call.argument(4, f"group_{end}")
         if of_group is not None:
+            group = call.argument(2, "group")
             within: Any = group if group is not None else dist.group.WORLD
             return dist.get_global_rank(within, of_group)
+        peer = call.argument(1, end)
         return None if peer is None else int(peer)
 
     def _sending(self, name: str, original: Call) -> Call:
-        def send(
-            tensor: torch.Tensor,
-            dst: int | None = None,
-            group: Any = None,
-            tag: int = 0,
-            group_dst: int | None = None,
-        ) -> Any:
-            call = functools.partial(original, tensor, dst, group, tag, group_dst)
-            peer = self._peer(dst, group, group_dst) if self._is_ours() else None
+        def send(*args: Any, **kwargs: Any) -> Any:
+            call = _Call(original, args, kwargs)
+            peer = self._peer(call, "dst") if self._is_ours() else None
             if peer is None or not self._boundary.crosses((self._rank, peer)):
-                return call()
-            if self._boundary.sends(Channel(SEND, (self._rank, peer)), tensor):
+                return call.make()
+            if self._boundary.sends(Channel(SEND, (self._rank, peer)), call.argument(0, "tensor")):
                 return self._through(call)
             return None if name == "send" else Done()
 
         return send
 
     def _receiving(self, name: str, original: Call) -> Call:
-        def receive(
-            tensor: torch.Tensor,
-            src: int | None = None,
-            group: Any = None,
-            tag: int = 0,
-            group_src: int | None = None,
-        ) -> Any:
-            call = functools.partial(original, tensor, src, group, tag, group_src)
+        def receive(*args: Any, **kwargs: Any) -> Any:
+            call = _Call(original, args, kwargs)
             if not self._is_ours():
-                return call()
-            peer = self._peer(src, group, group_src)
+                return call.make()
+            peer = self._peer(call, "src")
             if peer is None:
-                ranks, crossing = self._ranks(group)
+                ranks, crossing = self._ranks(call.argument(2, "group"))
                 if crossing:
                     self._boundary.refused(Channel(name, ranks))
-                return call()
+                return call.make()
             if not self._boundary.crosses((peer, self._rank)):
-                return call()
-            if self._boundary.receives(Channel(SEND, (peer, self._rank)), tensor):
+                return call.make()
+            if self._boundary.receives(Channel(SEND, (peer, self._rank)), call.argument(0, "tensor")):
                 return peer if name == "recv" else Done()
             return self._through(call)
 
@@ -171,20 +163,17 @@ class Interception:
         position, results_of = _ALIKE[name]
 
         def agree(*args: Any, **kwargs: Any) -> Any:
+            call = _Call(original, args, kwargs)
             if not self._is_ours():
-                return original(*args, **kwargs)
-
-            def argument(at: int, key: str) -> Any:
-                return args[at] if at < len(args) else kwargs.get(key)
-
-            ranks, crossing = self._ranks(argument(position, "group"))
+                return call.make()
+            ranks, crossing = self._ranks(call.argument(position, "group"))
             if not crossing or self._rank not in ranks:
-                return original(*args, **kwargs)
-            channel, results = Channel(name, ranks), results_of(argument)
-            waits = not argument(position + 1, "async_op")
+                return call.make()
+            channel, results = Channel(name, ranks), results_of(call.argument)
+            waits = not call.argument(position + 1, "async_op")
             if self._boundary.answers(channel, results):
                 return None if waits else Done()
-            work = self._through(functools.partial(original, *args, **kwargs))
+            work = self._through(call)
             agreed = functools.partial(self._boundary.agreed, channel, results)
             if waits or work is None:
                 agreed()
@@ -197,21 +186,38 @@ class Interception:
         position = _APART[name]
 
         def refuse(*args: Any, **kwargs: Any) -> Any:
+            call = _Call(original, args, kwargs)
             if self._is_ours():
-                ranks, crossing = self._ranks(args[position] if position < len(args) else kwargs.get("group"))
+                ranks, crossing = self._ranks(call.argument(position, "group"))
                 if crossing and self._rank in ranks:
                     self._boundary.refused(Channel(name, ranks))
-            return original(*args, **kwargs)
+            return call.make()
 
         return refuse
 
-    def _through(self, call: Callable[[], Any]) -> Any:
-        """Makes the call; what it calls itself is no message of its own."""
+    def _through(self, call: _Call) -> Any:
+        """Makes a call. The functions of ``torch.distributed`` that it calls in turn count as parts of it."""
         self._within = True
         try:
-            return call()
+            return call.make()
         finally:
             self._within = False
+
+
+class _Call(NamedTuple):
+    """A call of a function of ``torch.distributed``."""
+
+    function: Call
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    def argument(self, at: int, name: str) -> Any:
+        """Returns an argument by its position or name; None if it is not given."""
+        return self.args[at] if at < len(self.args) else self.kwargs.get(name)
+
+    def make(self) -> Any:
+        """Calls the function."""
+        return self.function(*self.args, **self.kwargs)
 
 
 class Done:

@@ -43,13 +43,9 @@ class Extents:
         return max(self.ends, default=0)
 
 
-@dataclass(frozen=True, eq=False)
-class _Layout:
-    """The slices that a head names: ``[n]`` where each begins and ends in its part, and the digest of its name."""
-
-    begins: Numbers
-    ends: Numbers
-    names: Numbers
+_Layout = tuple[Numbers, Numbers, Numbers]
+"""Of the slices that a head names: ``[n]`` first byte in the part, ``[n]`` end, ``[n]`` digest of the name."""
+_EMPTY = np.zeros(0, dtype=np.int64)
 
 
 class HeaderReader:
@@ -73,43 +69,30 @@ class HeaderReader:
         Raises:
             DamagedError: The header does not hold together.
         """
-        begins, ends, names = [_EMPTY], [_EMPTY], [_EMPTY]
-        checksums: list[Checksums] = [_EMPTY.astype(np.uint64)]
+        columns = [(_EMPTY, _EMPTY, _EMPTY.astype(np.uint64), _EMPTY)]
         for part in header.parts:
-            layout, sums = self._layout(header, part, path)
-            if part.begin + int(layout.ends.max(initial=0)) > header.nbytes:
+            (begins, ends, names), checksums = self._layout(header, part, path)
+            if part.begin + int(ends.max(initial=0)) > header.nbytes:
                 raise DamagedError(path, "a part ends beyond the slot", step=header.step, rank=header.rank)
-            begins.append(layout.begins + part.begin)
-            ends.append(layout.ends + part.begin)
-            names.append(layout.names)
-            checksums.append(sums)
-        order = np.argsort(np.concatenate(begins), kind="stable")
-        return Extents(
-            begins=np.concatenate(begins)[order].tolist(),
-            ends=np.concatenate(ends)[order].tolist(),
-            checksums=np.concatenate(checksums)[order].tolist(),
-            names=np.concatenate(names)[order],
-        )
+            columns.append((begins + part.begin, ends + part.begin, checksums, names))
+        begins, ends, checksums, names = map(np.concatenate, zip(*columns, strict=True))
+        order = np.argsort(begins, kind="stable")
+        return Extents(begins[order].tolist(), ends[order].tolist(), checksums[order].tolist(), names[order])
 
     def _layout(self, header: SlotHeader, part: SlotPart, path: str) -> tuple[_Layout, Checksums]:
         head, step, generation, checksums = split_header(part.raw, path)
         layout = self._layouts.get(head)
         is_of_slot = (step, generation) == (header.step, header.identity.generation)  # its run and rank are in the head
-        if layout is not None and is_of_slot and len(checksums) == len(layout.ends):
+        if layout is not None and is_of_slot and len(checksums) == len(layout[1]):
             self._layouts.move_to_end(head)
             return layout, checksums
         self.decoded += 1
         entries = header.slices(part, path)
-        begins, ends = (
-            np.array([getattr(entry, name) for entry in entries], dtype=np.int64) for name in ("begin", "end")
-        )
-        layout = self._layouts[head] = _Layout(begins, ends, digests_of([entry.name for entry in entries]))
+        rows = np.array([(entry.begin, entry.end) for entry in entries], dtype=np.int64).reshape(-1, 2)
+        layout = self._layouts[head] = rows[:, 0], rows[:, 1], digests_of([entry.name for entry in entries])
         while len(self._layouts) > 1 and sum(map(len, self._layouts)) > _CACHED_NBYTES:
             self._layouts.popitem(last=False)
         return layout, checksums
-
-
-_EMPTY = np.zeros(0, dtype=np.int64)
 
 
 log = logging.getLogger("moe_ckpt")

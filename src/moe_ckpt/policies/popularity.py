@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import chain
+from itertools import chain, islice
 from math import fsum
 from typing import Any
 
@@ -134,12 +134,13 @@ def popularity(kind: str, catalog: Catalog, counts: npt.NDArray[Any]) -> dict[st
 def shares(catalog: Catalog, values: Mapping[str, float]) -> dict[str, float]:
     """Returns each expert's activation frequency, its share of its layer's popularity, of layers that have any."""
     frequencies: dict[str, float] = {}
+    rows = iter(values.items())
     for layer in catalog.layers:
-        experts = [expert_id(layer.index, expert) for expert in range(layer.experts)]
+        row = list(islice(rows, layer.experts))
         # Unlike a vectorised sum, fsum gives the same on every processor, so that all ranks decide alike.
-        total = fsum(map(values.__getitem__, experts))
+        total = fsum(value for _, value in row)
         if total > 0:
-            frequencies |= {expert: values[expert] / total for expert in experts}
+            frequencies |= {expert: value / total for expert, value in row}
     return frequencies
 
 

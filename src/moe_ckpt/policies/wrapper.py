@@ -115,16 +115,13 @@ class AnyOf:
     def needs(self) -> Needs:
         every = [needs_of(policy) for policy in self._all]
         gradients = [needs.gradients for needs in every]
+        flags = ("sizes", "lost_tokens", "tiers", "partial", "bubbles")
         return Needs(
-            sizes=any(needs.sizes for needs in every),
+            **{flag: any(getattr(needs, flag) for needs in every) for flag in flags},
             popularity=next((needs.popularity for needs in every if needs.popularity), None),
-            lost_tokens=any(needs.lost_tokens for needs in every),
             gradients=BF16 if BF16 in gradients else next(filter(None, gradients), None),
-            tiers=any(needs.tiers for needs in every),
-            partial=any(needs.partial for needs in every),
             boost=max((needs.boost for needs in every if needs.boost is not None), default=None),
             replicas=max(needs.replicas for needs in every),
-            bubbles=any(needs.bubbles for needs in every),
             period_steps=lcm(*(needs.period_steps for needs in every)),
             next_due=self.next_due,
             warning=self.warning if any(needs.warning for needs in every) else None,

@@ -198,14 +198,7 @@ class StorageSource:
             state: Of this rank.
             is_stored: Whether the file at a path lies on storage; the same on every rank.
         """
-        groups = (group for kind in self._kinds for group in kind.values())
-        slices = in_order(stored for group in groups for stored in group if is_stored(stored.path))
-
-        def needed() -> set[StoredSlice]:
-            parameters = parameters_of(state)
-            return {stored for kind in self._kinds for stored in needed_slices(kind, parameters)}
-
-        self.shared = divide(comm, slices, needed)
+        self.shared = divided(comm, self._kinds, lambda: parameters_of(state), is_stored)
 
     def verify(self, state: TrainingState) -> None:
         """Raises ``DamagedError`` if what this rank reads is damaged."""
@@ -237,6 +230,33 @@ class StorageSource:
             return state.tensors()
 
         load_slices(self._reader, self._kinds[0], prepared, self.shared)
+
+
+def divided(
+    comm: Communicator,
+    kinds: Sequence[StoredByKey],
+    parameters: Callable[[], Sequence[StateTensor]],
+    is_stored: Callable[[str], bool],
+    *,
+    agrees: bool = True,
+) -> SharedReading | None:
+    """Divides among the ranks the reading of what several of them need. A collective.
+
+    Args:
+        comm: The ranks.
+        kinds: Slices of the checkpoint, by tensor key.
+        parameters: Returns the parameters of the model that this rank reads.
+        is_stored: Whether the file at a path lies on storage; the same on every rank.
+        agrees: As of ``SharedReading``.
+    """
+    groups = (group for kind in kinds for group in kind.values())
+    slices = in_order(stored for group in groups for stored in group if is_stored(stored.path))
+
+    def needed() -> set[StoredSlice]:
+        read_here = parameters()
+        return {stored for kind in kinds for stored in needed_slices(kind, read_here)}
+
+    return divide(comm, slices, needed, agrees=agrees)
 
 
 def planned(

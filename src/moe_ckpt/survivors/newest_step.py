@@ -19,7 +19,6 @@ no plain state of their step.
 
 from __future__ import annotations
 
-import functools
 import logging
 import time
 from collections.abc import Sequence
@@ -208,8 +207,14 @@ class Survivor:
             self._wait(newest, until)
             return 0
         _require_room(self._run, self._snapshots.pipeline)
-        begin = functools.partial(self._begin, tokens, until)
-        mine = begin(SnapshotPlan(step, catalog.everything), plain, None)
+
+        def begin(plan: SnapshotPlan, plain: Encode, of: int | None = None) -> Snapshot:
+            applied, counted = tokens
+            if counted is not None and of is not None:
+                counted = np.zeros_like(counted)  # the other rank's are beside its plain state
+            return self._snapshots.begin_parting(plan, plain, (applied, counted), of, _left(until))
+
+        mine = begin(SnapshotPlan(step, catalog.everything), plain)
         nbytes = mine.nbytes
         placement = self._run.placement
         alike = placement.expert_peers or placement.peers
@@ -223,12 +228,6 @@ class Survivor:
                 log.warning(message, self._run.comm.rank, peer, step, error)
         self._wait(mine, until)
         return nbytes
-
-    def _begin(self, tokens: _Counted, until: float, plan: SnapshotPlan, plain: Encode, of: int | None) -> Snapshot:
-        applied, own_counts = tokens
-        if own_counts is not None and of is not None:
-            own_counts = np.zeros_like(own_counts)  # the other rank's are beside its plain state
-        return self._snapshots.begin_parting(plan, plain, (applied, own_counts), of, _left(until))
 
     def _counted(self, step: int, until: float) -> _Counted:
         """Tokens by the end of the step, if the ranks have agreed on it; else those before it, and this rank's own."""

@@ -1,6 +1,6 @@
-"""Which snapshot of a gradient log each operator was last saved in full in: a part of ``ledger.ledger``. Pure.
+"""The anchors of a gradient log, a part of ``ledger.ledger``. Pure.
 
-An operator's anchor is that snapshot. From there on its gradients are logged, up to the newest snapshot.
+An operator's anchor is the newest snapshot that saved it in full. The snapshots since then log its gradients.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.tokens import Counts
 
 NONE = -1
-"""Step and sequence of an operator that has no anchor."""
+"""Stands for the step and the sequence of an operator without an anchor."""
 MOST_SLOTS = 16
-"""Slots that the gradients of one step lie in, at most."""
+"""Most slots that hold the gradients of one step."""
 
 
 @dataclass(frozen=True, eq=False)
 class GradientGroups:
-    """Operators whose gradients a step logs, by what they were anchored with.
+    """The operators whose gradients a step logs, grouped by the snapshot that anchored them.
 
-    Operators that were anchored together are anchored together again, if the policy keeps to its rounds: from then on
-    none of their older gradients is needed. So the gradients of each group lie in a slot of their own.
+    If the policy keeps to its rounds, operators that were anchored together are anchored together again, and then none
+    of their older gradients is needed. So each group has a memory slot of its own for its gradients.
 
     Attributes:
-        groups: For each slot, the numbers of its groups; those that were anchored first come first.
-        slot_of: ``[operators]`` the slot of each operator, ``NONE`` of those whose gradients are not logged.
+        groups: For each slot, the numbers of its groups, in the order in which they were anchored.
+        slot_of: ``[operators]`` slot of each operator; ``NONE`` for operators whose gradients are not logged.
     """
 
     groups: tuple[tuple[int, ...], ...]
@@ -37,21 +37,21 @@ class GradientGroups:
 
 
 class Anchors:
-    """Snapshots are named by their sequence, and of a log each follows on the one before it.
+    """The anchor of each operator. Snapshots are named by their sequence, and each logged one follows the one before.
 
-    Equal on every rank, as long as all ranks tell it the same in the same order. Arrays over all operators: what is
-    told and asked at every step costs no Python for each of them.
+    All ranks have equal anchors if they report the same events in the same order. The data are arrays over all
+    operators, so that no call runs Python code for each operator.
 
-    A log may leave operators out (MoEtion): what is neither anchored nor has its gradient in a snapshot has no anchor
-    from there on. Its newest version must not be one that only gradients lead to, for these are let go of: it is
-    ``owed`` in full.
+    A log may leave operators out (MoEtion): an operator that a snapshot neither anchors nor has the gradient of loses
+    its anchor with that snapshot. The gradients that lead to its newest version are then deleted, so the operator is
+    owed: it must be saved in full.
 
     Args:
-        catalog: Of the model, whose operators must all have an anchor.
+        catalog: Of the model.
 
     Attributes:
-        steps: ``[operators]`` the step of each anchor, ``NONE`` where there is none (``MemoryFacts.anchored_at``).
-            Another array whenever that changes.
+        steps: ``[operators]`` step of each anchor, ``NONE`` without one (``MemoryFacts.anchored_at``). A new array
+            whenever an anchor changes.
     """
 
     def __init__(self, catalog: Catalog) -> None:
@@ -62,27 +62,26 @@ class Anchors:
         self._next_group = 0
         self._is_owed = np.zeros(len(catalog.operators), dtype=bool)
         self._repaid = np.full(len(catalog.operators), NONE, dtype=np.int64)
-        """Snapshot that saved again in full what was owed."""
+        """``[operators]`` the snapshot that saved an owed operator in full again."""
 
     @property
     def log_operators(self) -> Collection[str]:
-        """Operators whose newest version is one that gradients lead to."""
+        """Operators whose newest version follows from gradients."""
         return self._catalog.ids_of(self._is_owed) if self._is_owed.any() else ()
 
     def without_anchor(self, gradients: tuple[str, ...]) -> frozenset[str]:
-        """Returns those of ``gradients`` that have none."""
+        """Returns the operators among ``gradients`` that have no anchor."""
         places = self._catalog.places_of(gradients)
         lacking = places[self._sequences[places] == NONE].tolist()
         return frozenset(map(self._catalog.everything.__getitem__, lacking))
 
     def since(self, sequence: int, anchored: tuple[str, ...], gradients: tuple[str, ...] | None = None) -> int | None:
-        """Returns the first snapshot that a snapshot needs; None if an operator of which it has the gradient has no
-        anchor.
+        """Returns the first snapshot that a snapshot needs; None if an operator whose gradient it has lacks an anchor.
 
         Args:
             sequence: Of the snapshot.
-            anchored: What it has in full.
-            gradients: Of what it has gradients, unless it has that in full; None for all others.
+            anchored: Operators that it has in full.
+            gradients: Operators whose gradients it has, unless it has them in full; None for all others.
         """
         places_of = self._catalog.places_of
         needed: npt.NDArray[np.bool_] = np.full(len(self.steps), gradients is None)
@@ -93,10 +92,10 @@ class Anchors:
         return None if oldest == NONE else oldest
 
     def grouped(self, gradients: tuple[str, ...]) -> GradientGroups:
-        """Returns operators by the groups that they were anchored in.
+        """Returns operators, grouped by the snapshots that anchored them.
 
         Args:
-            gradients: Those whose gradients the next snapshot has; each has an anchor.
+            gradients: Operators whose gradients the next snapshot has; each has an anchor.
         """
         places = self._catalog.places_of(gradients)
         numbers, group_at = np.unique(self._groups[places], return_inverse=True)
@@ -114,14 +113,14 @@ class Anchors:
         gradients: tuple[str, ...] | None = None,
         together: Sequence[tuple[str, ...]] = (),
     ) -> None:
-        """A snapshot of ``step`` began that follows on the one before.
+        """Notes that a snapshot began which follows the one before.
 
         Args:
-            sequence: Of it.
-            step: Of its state.
-            anchored: What it has in full.
-            gradients: Of what it has gradients; None for all others.
-            together: Of ``anchored``, those that will be anchored together next; the rest is one group.
+            sequence: Of the snapshot.
+            step: The step whose state it has.
+            anchored: Operators that it has in full.
+            gradients: Operators whose gradients it has; None for all others.
+            together: Groups of ``anchored`` that will be anchored together next; the rest is one group.
         """
         full = self._catalog.places_of(anchored)
         group = np.full(len(self.steps), self._next_group, dtype=np.int64)
@@ -139,7 +138,7 @@ class Anchors:
             self._is_owed[logged] = True
 
     def broken(self, sequence: int | None = None) -> None:
-        """Snapshot ``sequence`` is lost, so that no chain goes through it. None: a step after the newest is missing."""
+        """Notes that snapshot ``sequence`` is lost, which ends all chains through it; None: a step was not saved."""
         cut = np.ones(len(self.steps), dtype=bool) if sequence is None else self._sequences <= sequence
         self.steps, self._sequences = np.where(cut, NONE, self.steps), np.where(cut, NONE, self._sequences)
         if sequence is not None:
@@ -147,13 +146,13 @@ class Anchors:
 
 
 def anchored_after(anchored_at: Counts, step: int, anchored: Counts, gradients: Counts | None) -> Counts:
-    """Returns what ``MemoryFacts.anchored_at`` becomes when ``step`` is saved.
+    """Returns ``MemoryFacts.anchored_at`` as it is after ``step`` is saved.
 
     Args:
-        anchored_at: ``[operators]`` before it.
-        step: Of the update.
-        anchored: ``[n]`` places in the catalog of what is saved in full.
-        gradients: ``[m]`` those of what only the consumed gradient is saved of; None for all others.
+        anchored_at: ``[operators]`` before the step.
+        step: The step that is saved.
+        anchored: ``[n]`` places in the catalog of the operators that are saved in full.
+        gradients: ``[m]`` places of the operators whose consumed gradients alone are saved; None for all others.
     """
     if gradients is None:
         resulting = anchored_at.copy()

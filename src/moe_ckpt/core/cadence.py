@@ -1,4 +1,4 @@
-"""How often: which checkpoints in memory are also written to storage, and which are sent to peers; best intervals.
+"""Decides which checkpoints in memory are also written to storage or sent to peers, and computes best intervals.
 
 Pure, for policies, trainers and the simulator.
 """
@@ -13,20 +13,25 @@ from moe_ckpt.core.user_text import parse_secs
 from moe_ckpt.errors import ConfigError
 
 PRIOR_MTBF_SECS = 3 * 3600.0
-"""What is assumed of a run that has not failed yet: the long end of what papers report, from 10 minutes (MoEvement,
-section 5.2) to 3 hours (Llama 3, section 3.3.4: 419 failures in 54 days)."""
+"""Mean time between failures that is assumed before the first failure: the longest that papers report. They report 10
+minutes (MoEvement, section 5.2) to 3 hours (Llama 3, section 3.3.4: 419 failures in 54 days)."""
 
 
 def young_secs(cost_secs: float, mtbf_secs: float) -> float:
-    """Returns the time between two checkpoints that costs least: ``sqrt(2 d M)`` (Young, CACM 1974)."""
+    """Returns the time between two checkpoints that loses least: ``sqrt(2 d M)`` (Young, CACM 1974).
+
+    Args:
+        cost_secs: d, the time that a checkpoint adds to training.
+        mtbf_secs: M, the mean time between failures.
+    """
     return sqrt(2 * cost_secs * mtbf_secs)
 
 
 def daly_secs(cost_secs: float, mtbf_secs: float) -> float:
-    """Returns the same to a higher order, for checkpoints that are not short beside the MTBF (Daly, FGCS 2006).
+    """Returns ``young_secs`` to a higher order, for checkpoints that are not short beside the MTBF (Daly, FGCS 2006).
 
-    ``sqrt(2 d M) (1 + sqrt(d / 2M) / 3 + (d / 2M) / 9) - d`` for ``d < 2M``, else ``M``. The two do not quite meet: at
-    ``d = 2M`` the first gives eight ninths of M.
+    ``sqrt(2 d M) (1 + sqrt(d / 2M) / 3 + (d / 2M) / 9) - d`` for ``d < 2M``, otherwise ``M``. The two do not quite
+    meet: at ``d = 2M`` the first formula gives eight ninths of M.
     """
     if cost_secs >= 2 * mtbf_secs:
         return mtbf_secs
@@ -35,40 +40,41 @@ def daly_secs(cost_secs: float, mtbf_secs: float) -> float:
 
 
 def expected_mtbf_secs(failures: int, run_secs: float) -> float:
-    """Returns an estimate of the mean time between failures, from what a run has seen so far.
+    """Returns an estimate of the mean time between failures of a run.
 
-    ``(PRIOR_MTBF_SECS + run_secs) / (1 + failures)``: as if it had failed once in ``PRIOR_MTBF_SECS`` before it began.
-    So there is a figure before the first failure, no single one changes it much, and in the long run it is what was
-    seen.
+    ``(PRIOR_MTBF_SECS + run_secs) / (1 + failures)``: as if the run had failed once in ``PRIOR_MTBF_SECS`` before it
+    began. So there is an estimate before the first failure, no single failure changes it much, and in the long run it
+    is the observed mean.
 
     Args:
-        failures: So far, over all restarts.
-        run_secs: So far, over all restarts.
+        failures: Failures so far, over all restarts.
+        run_secs: Time so far, over all restarts.
     """
     return (PRIOR_MTBF_SECS + run_secs) / (1 + failures)
 
 
 AUTO = "auto"
 LONGEST_AUTO_SECS = 3 * 3600.0
-"""However rarely a run fails, "auto" goes to storage this often, as BLOOM's training did (Gemini, SOSP '23)."""
+"""Longest interval of "auto", however rarely a run fails: that of BLOOM's training (Gemini, SOSP '23)."""
 UNMEASURED_SECS = 600.0
-"""As long as "auto" has no measurements, it goes to storage this often: the shortest MTBF that papers report."""
+"""Interval of "auto" before anything is measured: the shortest MTBF that papers report."""
 _LONGEST_SECS = 30 * 86400.0
 
 
 @dataclass(frozen=True)
 class StorageFacts:
-    """Input of ``StorageCadence``. Every field is the same number on all ranks.
+    """The input of ``StorageCadence``. Every field is the same number on all ranks.
 
     Attributes:
-        step: Of the snapshot that is about to begin. Of a sparse window that of its slot 0, whose answer holds for all
-            of its slots.
-        last_step: The same of the newest snapshot that went to storage and did not fail there; None if none did.
-        secs_since: Since that one began, by the clock of rank 0. Means nothing where ``last_step`` is None.
-        flush_secs: What writing a checkpoint to storage took, from its first byte to its commit; None until known.
-        iteration_secs: Of an iteration with no checkpoint work beside it, or of any where each has; None until known.
-        failures: Of the run so far, over all restarts.
-        run_secs: Of the run so far, over all restarts.
+        step: Step of the snapshot that is about to begin. For a sparse window that of its slot 0, whose answer holds
+            for all of its slots.
+        last_step: Step of the newest snapshot that went to storage and did not fail there; None if there is none.
+        secs_since: Time since that snapshot began, by the clock of rank 0; not used if ``last_step`` is None.
+        flush_secs: Time from the first byte of a checkpoint on storage to its commit; None until known.
+        iteration_secs: Time of an iteration without checkpoint work, or of any iteration if all have some; None until
+            known.
+        failures: Failures of the run so far, over all restarts.
+        run_secs: Time of the run so far, over all restarts.
     """
 
     step: int
@@ -84,17 +90,17 @@ class StorageFacts:
 class StorageCadence:
     """Decides how often a checkpoint in memory is also written to storage: by steps or by seconds.
 
-    The first one always is. A checkpoint that does not go to storage survives only what memory survives.
+    The first checkpoint always is. A checkpoint that does not go to storage survives only what memory survives.
 
     Attributes:
-        every: A whole number n: a checkpoint goes if a multiple of n lies after the last that went and up to this one;
-            with 1 each goes. A duration, as text such as "10min" or as a float of seconds: so long after the last. With
-            "auto", after Young's interval ``sqrt(2 d M)`` (Young, CACM 1974), where d is ``flush_secs`` and M is
-            ``core.cadence.expected_mtbf_secs``; never sooner than ``flush_secs``, so that one is written before the
-            next begins, and never later than ``LONGEST_AUTO_SECS``.
+        every: A whole number n: a checkpoint goes to storage if there is a multiple of n after the last one that did
+            and up to this one; with 1 each goes. A duration, as text such as "10min" or as a float of seconds: the time
+            after the last one. "auto": after Young's interval ``sqrt(2 d M)`` (Young, CACM 1974), where d is
+            ``flush_secs`` and M is ``expected_mtbf_secs``; never sooner than ``flush_secs``, so that a checkpoint is
+            written before the next begins, and never later than ``LONGEST_AUTO_SECS``.
 
     Raises:
-        ConfigError: A value that cannot be.
+        ConfigError: Any other value.
     """
 
     every: int | float | str = 1
@@ -116,10 +122,9 @@ class StorageCadence:
         return (step is not None and facts.step >= step) or (secs is not None and facts.secs_since >= secs)
 
     def next_step(self, facts: StorageFacts) -> int | None:
-        """Returns the first step after ``last_step`` that is due by its number; ``facts.step`` where there is no
-        ``last_step``.
+        """Returns the first step after ``last_step`` that is due by its number; None if only seconds count.
 
-        None: only seconds count.
+        Without a ``last_step`` it is ``facts.step``.
         """
         last = facts.last_step
         if last is None:
@@ -145,27 +150,27 @@ class StorageCadence:
 # --- peers ---
 #
 # A queue of copies would hold ever more memory, and the newest step that peers have would fall ever further behind. So
-# a slow link costs copies of some steps, of which memory has the rank's own share all the same; the next one that goes
-# is the newest then.
+# over a slow link some steps are not copied; the next copy is one of the then newest step. The rank's own memory has
+# the steps that are not copied, too.
 
 
 def are_behind(in_flight: int, max_in_flight: int, window_size: int = 1) -> bool:
     """Returns whether copies of another checkpoint would only queue behind earlier ones.
 
     Args:
-        in_flight: Snapshots on their way to peers.
-        max_in_flight: Of ``run.options.Settings``.
-        window_size: Snapshots of a checkpoint.
+        in_flight: Number of snapshots on their way to peers.
+        max_in_flight: As of ``run.options.Settings``.
+        window_size: Number of snapshots of a checkpoint.
     """
     return in_flight > (max_in_flight - 1) * window_size
 
 
 def goes_to_peers(plan: SnapshotPlan, *, behind: bool, waits: bool) -> bool:
-    """Returns whether a snapshot goes to peers; of a sparse window, asked of its first, which all others follow.
+    """Returns whether a snapshot goes to peers; asked of a sparse window's first snapshot, for all of them.
 
     Args:
-        plan: Of it.
-        behind: ``are_behind`` of some rank.
-        waits: Every checkpoint gets its copies, however long that takes.
+        plan: Plan of the snapshot.
+        behind: True if ``are_behind`` on some rank.
+        waits: True if every checkpoint gets its copies, however long that takes.
     """
     return waits or plan.wait or not behind

@@ -1,8 +1,8 @@
-"""What a checkpoint is made of: operators, and the parameter rows that belong to each.
+"""Operators, of which checkpoints consist, and the parameter rows that belong to each.
 
-An operator is the unit that policies choose: one expert of one MoE layer, the gate of one MoE layer,
-or one group of non-expert parameters. The catalog assigns every row of every parameter to exactly one
-operator and proves it. It holds names and numbers only: no tensor, no torch.
+An operator is the unit that policies choose: one expert of one MoE layer, the gate of one MoE layer, or one group of
+non-expert parameters. The catalog assigns every row of every parameter to exactly one operator, and proves it. It has
+names and numbers only: no tensor, no torch.
 
 Legend used across the package: L MoE layers, E experts per layer, K experts saved per layer, R ranks.
 """
@@ -26,14 +26,14 @@ _Result = TypeVar("_Result")
 
 
 class Remembered(Generic[_Result]):
-    """Caches a pure function by the identity of the arguments that it was called with lately.
+    """Caches the newest results of a pure function by the identity of its arguments.
 
-    The operators of a dense checkpoint are one tuple of thousands of ids, the same object at each step. A cache that
-    goes by what is in it looks at every id for each question; this one looks at none.
+    The operators of a dense checkpoint are one tuple of thousands of ids, the same object at each step. A cache by
+    value would compare every id at each call; this one compares none.
 
     Args:
         find: The function.
-        most: So many answers are kept, with their arguments.
+        most: Number of results that are kept, with their arguments.
     """
 
     def __init__(self, find: Callable[..., _Result], most: int = 16) -> None:
@@ -42,7 +42,7 @@ class Remembered(Generic[_Result]):
         self._entries: dict[tuple[int, ...], tuple[tuple[Any, ...], _Result]] = {}
 
     def __call__(self, *arguments: Any) -> _Result:
-        entry = self._entries.get(tuple(map(id, arguments)))  # whose arguments live, so that no other has their ids
+        entry = self._entries.get(tuple(map(id, arguments)))  # it keeps the arguments alive, so their ids are unique
         if entry is not None:
             return entry[1]
         result = self._find(*arguments)
@@ -62,10 +62,10 @@ class OperatorKind(str, enum.Enum):
 
 @dataclass(frozen=True)
 class Span:
-    """Rows ``[start, stop)`` along dim 0 of one parameter; ``start is None`` means the whole of it.
+    """Rows ``[start, stop)`` along dim 0 of one parameter; ``start is None`` means the whole parameter.
 
-    A stacked parameter ``[E, ...]`` gives each expert one row. A whole span also stands for 0-d
-    parameters, which have no rows.
+    A stacked parameter ``[E, ...]`` has one row per expert. The span of a 0-d parameter, which has no rows, is the
+    whole parameter.
     """
 
     parameter: str
@@ -79,7 +79,7 @@ class Span:
             raise ValueError(f"span of {self.parameter}: rows [{self.start}, {self.stop}) are empty or negative")
 
     def rows(self, shape: tuple[int, ...]) -> tuple[int, int]:
-        """The half-open row range in a tensor whose global shape is ``shape`` (0-d counts as one row)."""
+        """Returns the half-open row range in a tensor of global shape ``shape``. A 0-d tensor counts as one row."""
         if self.start is not None and self.stop is not None:
             return self.start, self.stop
         return 0, (shape[0] if shape else 1)
@@ -90,12 +90,12 @@ class Operator:
     """One unit of checkpointing.
 
     Attributes:
-        id: Stable across runs; what plans, the ledger and manifests name: ``expert/<layer>/<expert>``, ``gate/<layer>``
-            or ``non_expert/<group>``.
+        id: The name in plans, the ledger and manifests, the same in all runs: ``expert/<layer>/<expert>``,
+            ``gate/<layer>`` or ``non_expert/<group>``.
         kind: Expert, gate or non-expert.
-        spans: Rows of parameters that it consists of.
+        spans: Parameter rows of the operator.
         layer: Index of its MoE layer; None for a non-expert.
-        expert: Its number in the layer; None for what is no expert.
+        expert: Number of the expert in its layer; None for other operators.
     """
 
     id: str
@@ -110,10 +110,10 @@ class MoELayer:
     """One MoE layer.
 
     Attributes:
-        index: Its place among the L MoE layers.
-        name: Of the module.
-        experts: E, how many experts it has.
-        top_k: Experts per token; None if the router does not tell.
+        index: Place among the L MoE layers.
+        name: Name of the module.
+        experts: E, the number of experts.
+        top_k: Experts per token; None if not known.
     """
 
     index: int
@@ -123,11 +123,11 @@ class MoELayer:
 
 
 EXPERT = "expert/"
-"""How the ids of experts begin."""
+"""Prefix of the ids of experts."""
 
 
 def grid_of(layers: Sequence[MoELayer]) -> tuple[int, int]:
-    """Returns ``(L, E)``, the shape of token counts: how many MoE layers, and the experts of the largest."""
+    """Returns ``(L, E)``, the shape of token counts: the number of MoE layers, and of experts in the largest one."""
     return len(layers), max((layer.experts for layer in layers), default=0)
 
 
@@ -149,12 +149,12 @@ def non_expert_id(group: str) -> str:
 
 @dataclass(frozen=True)
 class Catalog:
-    """All operators of one model, with the proof that they tile its parameters.
+    """All operators of one model, with the proof that they tile its parameters. Equal on every rank.
 
-    Built once by an adapter when training starts, from parameter names and global shapes; equal on every rank.
+    An adapter builds it once, when training starts, from parameter names and global shapes.
 
     Attributes:
-        operators: In an order that is the same on every rank.
+        operators: All operators, in an order that is the same on every rank.
         layers: The MoE layers.
         parameters: Name -> global shape.
 
@@ -179,21 +179,21 @@ class Catalog:
 
     @cached_property
     def everything(self) -> tuple[str, ...]:
-        """Ids of all operators. Always the same object, so that identity tells it from a selection."""
+        """Ids of all operators. Always the same object, so that caches by identity recognize it."""
         return tuple(op.id for op in self.operators)
 
     @cached_property
     def index_of(self) -> Mapping[str, int]:
-        """Operator id -> its place among ``operators``."""
+        """Operator id -> place among ``operators``."""
         return {op: at for at, op in enumerate(self.everything)}
 
     @cached_property
     def places_of(self) -> Remembered[npt.NDArray[np.int64]]:
-        """Operator ids -> their places. Caches the newest few."""
+        """Returns the places of operator ids. Caches the newest results."""
         return Remembered(partial(_places, self.index_of))
 
     def ids_of(self, chosen: npt.NDArray[np.bool_]) -> tuple[str, ...]:
-        """Returns the ids of the operators that are ``chosen`` ``[operators]``: ``everything`` itself if all are."""
+        """Returns the ids of the operators that are True in ``chosen`` ``[operators]``; ``everything`` if all are."""
         return self.everything if chosen.all() else tuple(compress(self.everything, chosen.tolist()))
 
     def mask(self, operators: tuple[str, ...]) -> npt.NDArray[np.bool_]:
@@ -224,7 +224,7 @@ class Catalog:
 
     @cached_property
     def expert_places(self) -> npt.NDArray[np.int64]:
-        """``[L, E]``: the place of each expert among ``operators``; -1 where a layer has fewer."""
+        """``[L, E]`` place of each expert among ``operators``; -1 if a layer has fewer experts."""
         grid = np.full(grid_of(self.layers), -1)
         for op, (layer, expert) in self.expert_at.items():
             grid[layer, expert] = self.index_of[op]
@@ -232,7 +232,7 @@ class Catalog:
 
     @cached_property
     def layer_and_expert(self) -> npt.NDArray[np.int64]:
-        """``[operators, 2]``: ``(layer, expert)`` of each of ``operators``; -1 where it is no expert."""
+        """``[operators, 2]`` the ``(layer, expert)`` of each operator; -1 if it is no expert."""
         return np.array([self.expert_at.get(op, (-1, -1)) for op in self.everything], dtype=np.int64).reshape(-1, 2)
 
     @cached_property
@@ -244,8 +244,7 @@ class Catalog:
     def home(self) -> Mapping[str, str]:
         """Parameter -> operator that owns state which cannot be split by rows (Adam's ``step``).
 
-        For a stack of experts that is the layer's gate, which every checkpoint saves, so the newest
-        value is always the one that returns.
+        For a stack of experts that is the layer's gate: every checkpoint saves it, so that the newest value returns.
         """
         homes: dict[str, str] = {}
         for op in self.operators:
@@ -274,7 +273,7 @@ class Catalog:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Hex digest of the model's structure; two models that can share a store have the same one."""
+        """Hex digest of the model's structure; equal for two models that can share a store."""
         digest = hashlib.sha256()
         for name in sorted(self.parameters):
             digest.update(f"{name}:{tuple(self.parameters[name])};".encode())
@@ -284,10 +283,10 @@ class Catalog:
 
 
 def prove_tiling(operators: Iterable[Operator], parameters: Mapping[str, tuple[int, ...]]) -> None:
-    """Prove that every row of every parameter belongs to exactly one operator.
+    """Proves that every row of every parameter belongs to exactly one operator.
 
     Raises:
-        CoverageError: names each row range that is missing, doubled or unknown.
+        CoverageError: Some rows belong to none, to two, or to no parameter; the error names all of them.
     """
     claims: dict[str, list[tuple[int, int, str]]] = {name: [] for name in parameters}
     problems: list[str] = []
@@ -312,7 +311,7 @@ def _places(index_of: Mapping[str, int], operators: tuple[str, ...]) -> npt.NDAr
 
 
 def _gaps(name: str, rows: int, claims: list[tuple[int, int, str]]) -> Iterator[str]:
-    """Yield a sentence for each gap, overlap or overrun in the claims on one parameter's rows."""
+    """Yields a sentence for each gap, overlap or overrun in the claims on one parameter's rows."""
     at = 0
     previous = "nothing"
     for start, stop, op_id in sorted(claims):
@@ -328,14 +327,14 @@ def _gaps(name: str, rows: int, claims: list[tuple[int, int, str]]) -> Iterator[
 
 
 def missed_steps(catalog: Catalog, step: int, versions: Mapping[str, int]) -> dict[str, int]:
-    """Returns the parameters of experts that are older than ``step``, with the steps since.
+    """Returns the parameters of experts that came back older than ``step``, with the number of steps between.
 
-    Not of stacks, whose state without rows is as new as their layer's gate (``Catalog.home``).
+    Stacks are left out: their state without rows is as new as their layer's gate (``Catalog.home``).
 
     Args:
         catalog: Of the model.
-        step: That training resumes at.
-        versions: Operator -> step that it came back as of.
+        step: Step at which training resumes.
+        versions: Operator -> step of its restored version.
     """
     older = {op: step - version for op, version in versions.items() if version < step}
     return {

@@ -1,15 +1,15 @@
-"""Who holds each operator, and who writes what of it.
+"""Decides which rank writes which part of which operator.
 
-Under plain data parallelism all ranks hold the same state, and the slowest rank sets the time of a checkpoint: what
-counts is the peak, the most bytes on one rank. Experts are written by their owners, in contiguous blocks (the numbering
-expert parallelism uses). The rest is dealt out for every checkpoint anew, counting the expert bytes that each rank was
-just given (ADPS of MoC, arXiv 2408.04307, section 3.2): tensors go to the rank with the least bytes so far, biggest
-first. What does not fit is split by rows, which the paper does not do: the embedding of a small model alone is more
-than a rank's share. ``benchmarks/moc_sizes`` compares this with the paper's other ways.
+Under plain data parallelism all ranks hold the same state, and the slowest rank determines the time of a checkpoint: so
+the peak is minimised, the most bytes on one rank. Experts are written by their owners, in contiguous blocks (as expert
+parallelism numbers them). All other tensors are dealt out anew for every checkpoint, on top of the expert bytes that
+each rank writes (ADPS of MoC, arXiv 2408.04307, section 3.2): the biggest first, each to the rank with the least bytes
+so far. A tensor that does not fit is split by rows, which the paper does not do: the embedding of a small model alone
+is more than a rank's share. ``benchmarks/moc_sizes`` compares this with the paper's other ways.
 
-Every rank computes the same answer from the same plan, so nothing has to be sent. Where the framework shards the state
-already (FSDP2, ZeRO, expert and pipeline parallelism), its sharding is kept, and the adapter says by a ``Placement``
-who owns what.
+Every rank computes the same result from the same plan, so nothing has to be sent. If the framework shards the state
+already (FSDP2, ZeRO, expert and pipeline parallelism), its sharding is kept, and the adapter describes it by a
+``Placement``.
 
 Legend: R ranks, preload: bytes of experts that a rank writes in this checkpoint.
 """
@@ -29,18 +29,18 @@ class Placement:
     """Ranks that hold each operator. Equal on every rank, except ``peers`` and ``expert_peers``.
 
     Attributes:
-        owners: Per MoE layer, the rank that writes each of its experts; with several that write parts of it, the first,
-            which stands for them all where capacity is counted.
+        owners: Per MoE layer, the rank that writes each of its experts; if several ranks write parts of an expert, the
+            first of them, which represents them all when capacity is counted.
         peers: The ranks that hold all replicated state that this rank holds, itself included, in ascending order.
-        stages: Of parts of the model between which no rank is shared (pipeline stages), the number of ranks each.
-        stage_of: Operator -> its place in ``stages``; 0 for what is not named.
-        experts_apart: Peers hold different experts, and each writes those that it owns (expert parallelism).
-        expert_ranks: How many ranks divide the bytes of each expert between them; None where the rest is dealt out so
-            that the bytes of experts and of it together are balanced over the ranks.
-        expert_peers: The ranks that hold all experts that this rank holds, itself included; empty where those are its
+        stages: Number of ranks of each part of the model that shares no rank with another (pipeline stage).
+        stage_of: Operator -> its place in ``stages``; 0 for operators that are not named.
+        experts_apart: True if peers hold different experts, and each writes those that it owns (expert parallelism).
+        expert_ranks: Number of ranks that divide the bytes of each expert; None if all other tensors are dealt out so
+            that the bytes of experts and others together are balanced over the ranks.
+        expert_peers: The ranks that hold all experts that this rank holds, itself included; empty if these are its
             ``peers``.
-        experts_whole: Each expert is written by its owner alone, and the rest dealt out around that (plain data
-            parallelism): no rank writes less than the experts that it owns.
+        experts_whole: True if each expert is written by its owner alone, and other tensors are dealt out around that
+            (plain data parallelism): no rank writes less than the experts that it owns.
     """
 
     owners: tuple[tuple[int, ...], ...]
@@ -67,7 +67,7 @@ class Placement:
 
 @lru_cache(maxsize=64)
 def everywhere(layers: tuple[MoELayer, ...], ranks: int) -> Placement:
-    """The placement where each of ``ranks`` ranks holds everything."""
+    """Returns the placement in which each of ``ranks`` ranks holds everything."""
     owners = tuple(
         tuple(expert_owner(expert, layer.experts, ranks) for expert in range(layer.experts)) for layer in layers
     )
@@ -75,14 +75,14 @@ def everywhere(layers: tuple[MoELayer, ...], ranks: int) -> Placement:
 
 
 def expert_owner(expert: int, experts: int, ranks: int) -> int:
-    """Rank that owns ``expert`` when ``experts`` are split over ``ranks`` in contiguous blocks."""
+    """Returns the rank that owns ``expert`` if ``experts`` are divided among ``ranks`` in contiguous blocks."""
     return expert * ranks // experts
 
 
 def lends(rank: int, alike: Sequence[int]) -> int | None:
-    """Returns the rank whose experts ``rank`` seals besides its own when training stops; None if no other has the same.
+    """Returns the rank whose experts ``rank`` also seals when training stops; None if no other rank has the same ones.
 
-    Each rank's are sealed by one other, which does not know who is gone.
+    A survivor does not know which ranks are gone, so the experts of each rank are sealed by one other rank.
 
     Args:
         rank: The survivor.
@@ -94,13 +94,13 @@ def lends(rank: int, alike: Sequence[int]) -> int | None:
 
 
 def interleaved_order(owners: Sequence[int]) -> tuple[int, ...]:
-    """Experts of one layer, one of each owner rank in turn (MoC section 3.2).
+    """Returns the experts of one layer, one of each owner rank in turn (MoC, section 3.2).
+
+    If each of R ranks owns equally many, position p belongs to the ``p mod R``-th of them, so that any run of
+    consecutive positions loads the ranks evenly.
 
     Args:
         owners: Rank of each expert.
-
-    Where each of R ranks owns equally many, position p belongs to the ``p mod R``-th of them, so any run of
-    consecutive positions loads the ranks evenly.
     """
     blocks: dict[int, list[int]] = {rank: [] for rank in sorted(set(owners))}
     for expert, rank in enumerate(owners):
@@ -118,11 +118,15 @@ Name = tuple[str, Span]
 
 @dataclass(frozen=True)
 class ShardingUnit:
-    """One operator's span of one parameter, that is its rows ``[start, stop)``, with all state that belongs to them.
+    """One operator's span of one parameter, rows ``[start, stop)``, with all state that belongs to them.
 
     Attributes:
-        row_bytes: Bytes of one row: of the parameter and of all optimizer state that is cut like it.
-        whole_bytes: State of the parameter that has no such rows (Adam's step, column factors), which goes with the
+        operator: Id of the operator.
+        span: Its span of the parameter.
+        start: First row.
+        stop: Row behind the last.
+        row_bytes: Bytes of one row, of the parameter and of all optimizer state that is divided like it.
+        whole_bytes: Bytes of the parameter's state without such rows (Adam's step, column factors), which goes with the
             first rows. A unit may have no rows at all: the step of a stack of experts belongs to the layer's gate.
     """
 
@@ -144,7 +148,8 @@ class ShardingUnit:
 
 @dataclass(frozen=True)
 class RowRange:
-    """Rows ``[start, stop)`` of a unit, and the rank that writes them. The first part has the state without rows."""
+    """Rows ``[start, stop)`` of a unit, and the rank that writes them. The unit's first part has the state without
+    rows."""
 
     rank: int
     start: int
@@ -153,21 +158,21 @@ class RowRange:
 
 @lru_cache(maxsize=1 << 16)
 def _whole_on(rank: int, start: int, stop: int) -> tuple[RowRange, ...]:
-    """Returns the parts of a unit that is not split, as most are not."""
+    """Returns the only part of a unit that is not split. Cached, since most units are not."""
     return (RowRange(rank, start, stop),)
 
 
 Parts = Mapping[Name, tuple[RowRange, ...]]
-"""Unit -> its parts in row order, which tile its rows."""
+"""Name of a unit -> its parts in row order, which tile its rows."""
 
 
 @dataclass(frozen=True)
 class Shares:
-    """The answer for one checkpoint.
+    """The ranks' shares of one checkpoint.
 
     Attributes:
-        units: Of the checkpoint.
-        dealt: The parts of each.
+        units: Units of the checkpoint.
+        dealt: The parts of each unit.
         loads: ``[R]`` bytes that each rank writes, experts included.
     """
 
@@ -181,17 +186,17 @@ class Shares:
 
 
 def in_dealing_order(units: Iterable[ShardingUnit]) -> list[ShardingUnit]:
-    """Biggest first; ties by name, so that the order in which a rank found them does not matter."""
+    """Returns the units, biggest first; equal ones by name, so that the order of ``units`` does not matter."""
     return sorted(units, key=lambda unit: (-unit.nbytes, unit.operator, unit.span.parameter, unit.start))
 
 
 def shares_adaptive(ordered: Sequence[ShardingUnit], preload: Sequence[int], grain_bytes: int = GRAIN_BYTES) -> Shares:
-    """Assigns units so that the bytes of experts and of the rest together are balanced over the ranks.
+    """Assigns units so that the bytes of experts and other tensors together are balanced over the ranks.
 
     Args:
-        ordered: The checkpoint's units from ``in_dealing_order``.
-        preload: ``[R]`` bytes that each rank writes besides.
-        grain_bytes: Units up to this size are not split. The sum of all splits nothing, as in the paper.
+        ordered: The checkpoint's units, from ``in_dealing_order``.
+        preload: ``[R]`` bytes of experts that each rank writes.
+        grain_bytes: Units up to this size are not split. With the sum of all units none is split, as in the paper.
 
     Let N be the sum of the units, T that of all bytes, and the level the least whole number with
     ``sum(max(0, level - preload[r])) >= N``: no way of dealing has a peak below it, nor below the biggest preload. Let
@@ -213,7 +218,7 @@ def shares_adaptive(ordered: Sequence[ShardingUnit], preload: Sequence[int], gra
 
 
 def water_level(preload: Sequence[int], nbytes: int) -> int:
-    """The least whole level up to which ranks can be filled so that ``nbytes`` more find room."""
+    """Returns the least whole level to which ranks must be filled so that ``nbytes`` more bytes find room."""
     loaded, below = 0, 0
     levels = sorted(preload)
     for below, at in enumerate(levels, start=1):
@@ -227,9 +232,9 @@ def water_level(preload: Sequence[int], nbytes: int) -> int:
 def _fill(
     ordered: Sequence[ShardingUnit], loads: list[int], level: int, grain_bytes: int
 ) -> tuple[tuple[RowRange, ...], ...]:
-    """Give each unit to the rank with the least bytes, splitting what would rise above ``level``; adds to ``loads``.
+    """Gives each unit to the rank with the least bytes, and splits it if it would rise above ``level``.
 
-    Each split fills a rank, so there are about R of them, however many units.
+    Adds the bytes to ``loads``. Each split fills a rank, so there are about R of them, however many units there are.
     """
     heap = [(load, rank) for rank, load in enumerate(loads)]
     heapq.heapify(heap)
@@ -259,7 +264,7 @@ def _fill(
 
 
 def _first_rows(unit: ShardingUnit, start: int, remaining: int, room: int) -> tuple[int, int]:
-    """(stop, bytes) of the rows from ``start`` on that fit into ``room``; at least one, and never no bytes."""
+    """Returns (stop, bytes) of the rows from ``start`` on that fit into ``room``: at least one row, and some bytes."""
     if unit.row_bytes == 0:
         return unit.stop, remaining
     whole = unit.whole_bytes if start == unit.start else 0

@@ -1,7 +1,7 @@
-"""The records of one snapshot: the policy's plan, which step it is of, what it holds, the facts of that step, its end.
+"""The records of one snapshot: the policy's plan, its identity, its contents, the facts of its step, and its end.
 
-Each is made once, from the one before and what the ledger adds. All that copy, commit, keep and recover a snapshot read
-them. Pure.
+Each record is made once, from the record before and from the ledger. The code that copies, commits, keeps and recovers
+snapshots reads them. Pure.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ class SnapshotPlan:
     Attributes:
         step: Optimizer steps done.
         full: Operators that go to storage with master weights and optimizer state (12 B/param for fp32 Adam).
-        memory_only: Others that are kept in host memory in full, beside those.
-        compute: Operators of which storage gets what forward and backward read (2 B/param in bf16), in a window.
-        gradients: Operators of which only what the step's update consumed is saved, in a gradient log.
-        wait: The engine finishes the checkpoint before training continues (the synchronous baseline).
-        k: Experts per layer that the policy sends to storage at present, where it counts them so (MoC).
-        plt_budget: Portion of lost tokens that the policy keeps to, if it does.
-        window: The sparse window that this step belongs to (MoEvement). Such a step's snapshot is no checkpoint by
-            itself: that exists when the window's last one is committed.
+        memory_only: Further operators that are kept in full in host memory only.
+        compute: Operators of which only the weights that forward and backward read are saved (2 B/param in bf16), in a
+            sparse window.
+        gradients: Operators of which only the gradients that the step's update consumed are saved, in a gradient log.
+        wait: True if training waits until the checkpoint is finished (the synchronous baseline).
+        k: Experts per layer that the policy sends to storage at present; None if it does not count experts so.
+        plt_budget: Portion of lost tokens that the policy stays within; None without a budget.
+        window: The sparse window that this step belongs to (MoEvement). The snapshot of such a step is no checkpoint by
+            itself: the checkpoint exists when the window's last snapshot is committed.
         slot: The step's place in ``window``.
-        sends_memory_only: What is ``memory_only`` goes to peers, too, where there are any; what goes to storage always
-            does.
-        together: Operators that are saved in full here and will be anchored together in the gradient log that begins
-            with this step, one group after the other. A forecast: it only spares memory.
+        sends_memory_only: True if peers, if there are any, also get ``memory_only``. They always get ``full``.
+        together: Groups of ``full`` that will be anchored together in the gradient log that begins with this step. A
+            forecast, which only saves memory.
     """
 
     step: int
@@ -73,12 +73,12 @@ class Step:
 
     Attributes:
         run: Id of the store.
-        life: Token that no other life of the run has, where memory outlives the process.
+        life: Token that no other life of the run has, if memory outlives the process.
         generation: Number of that life; with ``step`` it names the directory.
         step: Optimizer step whose state is saved.
-        number: Snapshots of that life before this one; its step if it is ``parting``.
-        parting: It is sealed besides what was due, because training stops. Ranks may stop at different steps, so that
-            they have only the step in common.
+        number: Number of earlier snapshots of that life; the step if the snapshot is ``parting``.
+        parting: True if the snapshot was not due, but is sealed because training stops. Ranks may stop at different
+            steps, so that they have only the step in common.
     """
 
     run: str
@@ -91,7 +91,7 @@ class Step:
 
 @dataclass(frozen=True)
 class WindowPlace:
-    """A step's place in a sparse window: the window's first step, its length, and which of its steps this is."""
+    """A step's place in a sparse window: the window's first step, its length, and the number of this step in it."""
 
     start: int
     size: int
@@ -104,7 +104,7 @@ class WindowPlace:
 
 
 class PeerPart(enum.IntEnum):
-    """Part of a snapshot's operators in full that goes to peers, where there are any."""
+    """The part of a snapshot's full operators that goes to peers, if there are any."""
 
     NOTHING = 0
     STORED = 1
@@ -113,19 +113,19 @@ class PeerPart(enum.IntEnum):
 
 @dataclass(frozen=True)
 class Contents:
-    """The contents of one snapshot; equal on every rank, but for shares that survivors seal.
+    """The contents of one snapshot; equal on every rank, except for shares that survivors seal.
 
     Attributes:
-        full: Operators in full that go to storage, if the snapshot does.
-        memory_only: Others in full that stay in host memory.
-        compute: Operators whose compute weights alone are saved, as a part of ``window``.
+        full: Operators in full, which go to storage if the snapshot does.
+        memory_only: Further operators in full, which stay in host memory.
+        compute: Operators of which only compute weights are saved, as a part of ``window``.
         gradients: Operators of which only the consumed gradients are saved, in a gradient log; none of ``full``.
-        groups: How ``gradients`` are divided into slots of their own; None if they are in one with the rest.
+        groups: The memory slots of ``gradients``; None if they share the slot of all other contents.
         window: The snapshot's place in a sparse window (MoEvement); None for a checkpoint by itself.
-        since: First snapshot that a step of a gradient log needs, by its number; None for all others.
-        to_storage: It goes to storage; otherwise into memory that outlives the process only.
-        to_peers: What goes to peers.
-        on_behalf_of: The other rank whose share a survivor seals; None for its own.
+        since: Number of the first snapshot that a step of a gradient log needs; None for other snapshots.
+        to_storage: True if the snapshot goes to storage; otherwise only memory that outlives the process gets it.
+        to_peers: The part that goes to peers.
+        on_behalf_of: The other rank whose share a survivor seals; None for its own share.
     """
 
     full: tuple[str, ...]
@@ -141,16 +141,16 @@ class Contents:
 
     @property
     def slot(self) -> int:
-        """The place in ``window``; 0 without one."""
+        """The place in ``window``; 0 without a window."""
         return 0 if self.window is None else self.window.slot
 
     @property
     def is_checkpoint(self) -> bool:
-        """True if it is self-contained, or ends its sparse window."""
+        """True if the snapshot is a checkpoint by itself, or ends its sparse window."""
         return self.window is None or self.window.is_last
 
     def is_complete(self, everything: tuple[str, ...]) -> bool:
-        """True if storage needs nothing else to open it, and it is of one step."""
+        """True if storage can open the snapshot alone, with all operators as of one step."""
         return self.window is None and len(self.full) == len(everything)
 
     def is_whole(self, everything: tuple[str, ...]) -> bool:
@@ -159,7 +159,7 @@ class Contents:
 
     @cached_property
     def copied(self) -> tuple[str, ...]:
-        """All operators in full: the same object each time, so that caches recognize it."""
+        """All operators in full. The same object each time, so that caches by identity recognize it."""
         return (*self.full, *self.memory_only) if self.memory_only else self.full
 
     @property
@@ -174,8 +174,8 @@ class Contents:
     def brings(self, tier: Tier, everything: tuple[str, ...]) -> tuple[str, ...]:
         """Returns the operators that a tier has as of the step, once the snapshot is a checkpoint there.
 
-        Of a sparse window's last slot that is every operator, since the replay computes the others; of earlier slots
-        none.
+        For the last slot of a sparse window these are all operators, since the replay computes the others; for earlier
+        slots there are none.
         """
         if self.window is not None:
             return everything if self.window.is_last else ()
@@ -189,21 +189,21 @@ class Contents:
 
 @dataclass(frozen=True)
 class Facts:
-    """The facts of a snapshot's step besides; equal on every rank, but for ``counted``.
+    """Further facts about a snapshot's step; equal on every rank, except for ``counted``.
 
     Attributes:
-        index: Checkpoints begun before this one in the run.
+        index: Number of checkpoints begun earlier in the run.
         base: Directory of the newest checkpoint on storage when the snapshot began; empty before the first.
-        applied: ``[L, E]`` tokens that experts had processed by the step, summed over ranks. As long as the ranks are
-            agreeing on the step, those of the step itself are missing.
+        applied: ``[L, E]`` tokens that experts had processed by the step, summed over ranks. While the ranks are still
+            agreeing on the step, the tokens of the step itself are missing.
         faults: Recoveries of the run so far.
         policy: ``Policy.describe()``.
         measured: As ``Manifest.measured``.
-        lost: ``[L, E]`` tokens that those lost which ``base`` does not know of: no later one loses them again. None if
-            there are none.
-        counted: ``[L, E]`` tokens that this rank counted in the step itself, where ``applied`` has none of that step
-            because ranks had not agreed on it: those of all ranks are to be added. None if they had.
-        updates: That changed weights in this process by then.
+        lost: ``[L, E]`` tokens lost in recoveries that ``base`` does not know of; no later recovery loses them again.
+            None if there are none.
+        counted: ``[L, E]`` tokens that this rank counted in the step itself, if ranks had not agreed on them, so that
+            ``applied`` lacks them: the sum over ranks must be added. None if ranks had agreed.
+        updates: Number of updates so far that changed weights in this process.
     """
 
     index: int
@@ -218,8 +218,8 @@ class Facts:
 
 
 Superseded = Mapping[str, tuple[bool, Sequence[str]]]
-"""What no checkpoint needs any more, for each rank to delete its own of it: step directory -> (True if nothing of this
-format is left in it then, groups of files)."""
+"""Files that no checkpoint needs any more, of which each rank deletes its own: step directory -> (True if it has no
+files of this format afterwards, groups of files)."""
 
 
 @dataclass(frozen=True)
@@ -227,13 +227,13 @@ class Fate:
     """The end of one snapshot on storage. Rank 0 decides the first three fields, and each rank adds the others.
 
     Attributes:
-        cause: Why it was not committed; None if it was.
-        lost: Files that older checkpoints had written are gone, so that nothing on storage may be built upon.
-        superseded: What no checkpoint needs any more.
+        cause: Why the snapshot was not committed; None if it was.
+        lost: True if files of older checkpoints are gone, so that no later checkpoint may refer to files on storage.
+        superseded: Files that no checkpoint needs any more.
         number: As in ``Step``.
         step: As in ``Step``.
-        persist_secs: From its beginning to its end.
-        rates: What this rank's tensors took, as in ``policies.base.Measured``; empty if it had none.
+        persist_secs: Time from the beginning of the snapshot to its end.
+        rates: Rates measured on this rank, by their names in ``policies.base.Measured``; empty if it wrote no tensors.
     """
 
     cause: str | None = None

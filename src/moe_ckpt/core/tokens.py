@@ -1,11 +1,10 @@
-"""Token bookkeeping: what was routed, what is not yet saved, what was lost.
+"""Counts tokens: routed, not yet saved, and lost.
 
-All counts are exact integers, shape ``[L, E]`` (layers with fewer experts are padded with zeros).
-The counts must be summed over the ranks that train the same experts before they come in here, so that
-every rank decides and reports alike.
+All counts are exact integers of shape ``[L, E]`` (layers with fewer experts are padded with zeros). Callers pass sums
+over the ranks that train the same experts, so that every rank decides and reports alike.
 
-PLT, the portion of lost tokens (MoC/PEC, section 3): over all faults, the tokens whose updates the
-recovered experts lack, divided by tokens * k summed over MoE layers, for the whole run.
+PLT, the portion of lost tokens (MoC/PEC, section 3): over all recoveries, the tokens whose updates the recovered
+experts lack, divided by tokens * k summed over MoE layers, for the whole run.
 """
 
 from __future__ import annotations
@@ -30,34 +29,34 @@ NO_COUNTS: Counts = np.zeros((0, 0), dtype=np.int64)
 
 
 WINDOW_BEGAN = "window_began"
-"""Key, beside those of ``TokenBook.to_dict``: ``digest_of`` the applied tokens as of a window's first step."""
+"""Further key beside those of ``TokenBook.to_dict``: ``digest_of`` the tokens applied by a window's first step."""
 
 
 def digest_of(counts: Counts) -> str:
-    """XXH3-64 of a table of tokens, as little-endian integers of 64 bits."""
+    """Returns XXH3-64 of a table of tokens, as little-endian integers of 64 bits."""
     return xxhash.xxh3_64_hexdigest(np.ascontiguousarray(counts, dtype="<i8").data)
 
 
 def window_began(first: Counts | None) -> dict[str, str]:
-    """Returns the note that accompanies the tokens of a window.
+    """Returns the further entry that the tokens of a window have.
 
     Args:
-        first: ``[L, E]`` applied tokens as of its first step; None for a checkpoint that stands by itself.
+        first: ``[L, E]`` tokens applied by its first step; None for a checkpoint without a window.
     """
     return {} if first is None else {WINDOW_BEGAN: digest_of(first)}
 
 
 @dataclass(frozen=True)
 class FaultRecord:
-    """One recovery: where it returned to, and the tokens whose updates its experts lack.
+    """One recovery: the step that it returned to, and the tokens whose updates its experts lack.
 
     Attributes:
         restored_step: Step that the run returned to.
         lost_tokens: Token-expert pairs that were lost.
         stale_experts: Experts that came back older than ``restored_step``.
-        routed_tokens: Token-expert pairs of the run up to ``restored_step``, so that the loss can be judged as of then.
+        routed_tokens: Token-expert pairs of the run up to ``restored_step``.
         mlt: MLT of this recovery (``tokens_at_risk``).
-        lacking: ``[L, E]`` the lost tokens; None of earlier recoveries.
+        lacking: ``[L, E]`` the lost tokens; None if the record was read from a checkpoint.
     """
 
     restored_step: int
@@ -69,7 +68,7 @@ class FaultRecord:
 
 
 def fault_rows(faults: Iterable[FaultRecord]) -> dict[str, list[Any]]:
-    """``faults`` as plain data: whole numbers in rows, and ``mlt`` beside them."""
+    """Returns ``faults`` as plain data: whole numbers in rows, and ``mlt`` beside them."""
     listed = tuple(faults)
     rows = [[f.restored_step, f.lost_tokens, f.stale_experts, f.routed_tokens] for f in listed]
     return {"faults": rows, "mlt": [fault.mlt for fault in listed]}
@@ -83,17 +82,17 @@ def faults_in(data: Mapping[str, Any]) -> list[FaultRecord]:
 
 @dataclass(frozen=True, eq=False)
 class AtRisk:
-    """Tokens that a return to a checkpoint would lose.
+    """The tokens that a return to a checkpoint would lose.
 
     Attributes:
-        lacking: ``[L, E]`` tokens that its experts have not seen.
-        routed: ``[L, E]`` all tokens of the run by its step.
+        lacking: ``[L, E]`` tokens that the checkpoint's experts have not seen.
+        routed: ``[L, E]`` all tokens of the run by the checkpoint's step.
     """
 
     lacking: Counts
     routed: Counts
 
-    # Asked for at each step, and numpy lets other threads run while it adds up a table.
+    # Cached: they are needed at each step, and numpy lets other threads run while it adds up a table.
 
     @cached_property
     def tokens(self) -> int:
@@ -101,21 +100,21 @@ class AtRisk:
 
     @cached_property
     def mlt(self) -> float:
-        """MLT of a recovery that returns to it."""
+        """MLT of a recovery that returns to the checkpoint."""
         return tokens_at_risk(self.lacking, self.routed)
 
 
 def tokens_at_risk(unsaved: Counts, routed: Counts) -> float:
-    """Portion of tokens that a fault now would lose: of each MoE layer's own tokens, mean over layers; in [0, 1].
+    """Returns the portion of tokens that a failure would lose: of each MoE layer's tokens, mean over layers; in [0, 1].
 
     MoEtion (arXiv 2412.15411 v1), section 4.1: with ``unsaved`` as of a checkpoint it is MLT, the momentary lost tokens
-    of a recovery from that one. The paper writes a sum over layers; the mean is what its thresholds are about (no harm
-    up to 3 %, steep from 6 %, found by dropping that portion of tokens in every layer).
+    of a recovery from that checkpoint. The paper writes a sum over layers, but its thresholds are about the mean (no
+    harm up to 3 %, steep from 6 %; the authors dropped that portion of tokens in every layer).
 
     Args:
         unsaved: ``[L, E]`` tokens that the recovered experts would lack.
-        routed: ``[L, E]`` assignments in the span that is asked about, such as ``TokenBook.applied`` for the run so
-            far. A layer that got no token has none at risk.
+        routed: ``[L, E]`` tokens routed in the period in question, such as ``TokenBook.applied`` for the run so far. A
+            layer without tokens has none at risk.
     """
     if not len(routed):
         return 0.0
@@ -125,13 +124,17 @@ def tokens_at_risk(unsaved: Counts, routed: Counts) -> float:
 
 @dataclass
 class TokenBook:
-    """Applied, saved and lost tokens of one run, surviving restarts through ``to_dict``.
+    """The applied, saved and lost tokens of one run. ``to_dict`` carries them over restarts.
 
-    ``applied``: assignments whose optimizer update really happened, since the run began.
-    ``saved[tier]``: the value of ``applied`` that each expert's newest copy in that tier has seen, what recoveries
-    after it have lost included: that is gone, whichever copy comes back.
-    ``lost_since``: ``[L, E]`` of the latter, what ``saved`` has of storage beside what the checkpoint says that the run
-    went on from, or that it was laid over.
+    Attributes:
+        layers: L.
+        experts: E.
+        applied: ``[L, E]`` tokens whose optimizer update was made, since the run began.
+        saved: Tier -> ``[L, E]`` value of ``applied`` that each expert's newest copy in that tier has seen. It includes
+            tokens lost in later recoveries, since no copy can bring those back.
+        faults: Recoveries so far.
+        lost_since: ``[L, E]`` the lost tokens in ``saved[Tier.STORAGE]`` that the checkpoint does not know of from
+            which the run went on, or over which memory was laid.
     """
 
     layers: int
@@ -150,13 +153,16 @@ class TokenBook:
         return np.zeros((self.layers, self.experts), dtype=np.int64)
 
     def apply(self, counts: Counts) -> None:
-        """Add one optimizer step's routed tokens ``[L, E]``. Call only when the update really ran."""
+        """Adds one step's routed tokens ``[L, E]``. To be called only if the update was made."""
         self.applied += counts
 
     def mark_saved(self, tier: Tier, experts: Experts, at: Counts) -> None:
-        """Note that ``experts`` are held by ``tier`` in the state that had seen ``at`` tokens.
+        """Notes that ``tier`` has ``experts`` in the state that had seen ``at`` tokens.
 
-        ``at`` is a copy of ``applied`` taken when the snapshot began; the commit comes later.
+        Args:
+            tier: That has them.
+            experts: ``(layer, expert)`` of each.
+            at: ``[L, E]`` copy of ``applied`` from when the snapshot began; the commit comes later.
         """
         if tier not in self.saved:
             self.saved[tier] = self._zeros()
@@ -165,40 +171,41 @@ class TokenBook:
     def _mark(self, saved: Counts, experts: Experts, at: Counts) -> None:
         listed = experts if isinstance(experts, np.ndarray) else np.asarray(list(experts), dtype=np.int64)
         rows, columns = listed.reshape(-1, 2).T
-        where = rows * self.experts + columns  # one number each: arrays are looked up in two much more slowly
+        where = rows * self.experts + columns  # one index instead of two: that is much faster
         flat = saved.reshape(-1)
         flat[where] = np.maximum(flat[where], at.reshape(-1)[where])
 
     def unsaved(self, tier: Tier = Tier.STORAGE) -> Counts:
-        """``U[l][e]``: tokens routed to the expert since the newest copy that a fault leaving ``tier`` returns to."""
+        """Returns ``U[l][e]``, tokens routed to the expert since its newest copy in ``tier`` or on storage."""
         saved = self.saved[Tier.STORAGE]
         in_memory = None if tier is Tier.STORAGE else self.saved.get(tier)
         return self.applied - (saved if in_memory is None else np.maximum(saved, in_memory))
 
     def expecting(self, under_way: Iterable[tuple[Experts, Counts]], tier: Tier = Tier.STORAGE) -> Counts:
-        """``U[l][e]`` of a tier as it will be once the saves ``(experts, at)`` are committed."""
+        """Returns ``unsaved`` as it will be once the saves ``(experts, at)`` that are under way are committed."""
         later = self.applied - self.unsaved(tier)
         for experts, at in under_way:
             self._mark(later, experts, at)
         return self.applied - later
 
     def mark_in_host(self, experts: Experts, at: Counts) -> None:
-        """Note what this node's memory holds now: ``experts`` as of ``at``, and nothing older."""
+        """Notes that this node's memory now has ``experts`` as of ``at``, and nothing older."""
         self.saved[Tier.HOST] = self.saved[Tier.STORAGE].copy()
         self.mark_saved(Tier.HOST, experts, at)
 
     def forget_saved(self) -> None:
-        """Nothing is saved any more, in any tier."""
+        """Notes that no tier has anything any more."""
         self.saved = {Tier.STORAGE: self._zeros()}
 
     def recover(self, restored_step: int, tokens_from_host: Counts | None = None) -> FaultRecord:
-        """Book the loss of a recovery at ``restored_step``, the step of this very book.
+        """Books the loss of a recovery.
+
+        Tokens that the restored copies lack are lost. Tokens that they have seen but storage has not stay unsaved.
 
         Args:
-            tokens_from_host: ``[L, E]`` tokens that the copies which came from surviving host memory have seen, 0 where
-                an expert came from storage.
-
-        What the copies lack is gone. What they have seen but storage has not stays unsaved.
+            restored_step: Step of the recovery, and of this book.
+            tokens_from_host: ``[L, E]`` tokens seen by the copies that came from surviving host memory; 0 for experts
+                that came from storage. None if all came from storage.
         """
         stored = self.saved[Tier.STORAGE]
         lacking = self.applied - (stored if tokens_from_host is None else np.maximum(stored, tokens_from_host))
@@ -220,7 +227,7 @@ class TokenBook:
 
     @property
     def plt(self) -> float:
-        """Portion of lost tokens of the run so far, in [0, ...); 0 before anything was routed."""
+        """Portion of lost tokens of the run so far, at least 0; 0 before anything was routed."""
         lost = self.lost_tokens
         routed = self.routed_tokens if lost else 0
         return lost / routed if routed else 0.0
@@ -231,8 +238,7 @@ class TokenBook:
         return max((fault.mlt for fault in self.faults), default=None)
 
     def plt_if_failed_now(self, tier: Tier = Tier.STORAGE) -> float:
-        """PLT if the run failed now and resumed from the newest checkpoint. ``StepRecord.at_risk_plt`` is this
-        number."""
+        """Returns PLT if the run failed now and resumed from the newest checkpoint (``StepRecord.at_risk_plt``)."""
         if not self.routed_tokens:
             return 0.0
         return (self.lost_tokens + int(self.unsaved(tier).sum())) / self.routed_tokens
@@ -241,7 +247,7 @@ class TokenBook:
         """Returns the book as plain data.
 
         Args:
-            of_counts: What becomes of a table.
+            of_counts: Converts a table of tokens.
         """
         return {
             "applied": of_counts(self.applied),
@@ -251,9 +257,10 @@ class TokenBook:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], layers: int, experts: int) -> TokenBook:
-        """Inverse of ``to_dict``; nothing was counted where ``data`` is empty.
+        """Inverse of ``to_dict``; an empty book if ``data`` is empty.
 
-        Raises ``ValueError`` when the stored counts have another shape than ``[layers, experts]``.
+        Raises:
+            ValueError: The stored counts have another shape than ``[layers, experts]``.
         """
         book = cls(layers, experts)
         if not data:
@@ -273,7 +280,7 @@ class TokenBook:
 
 
 def normalized_hhi(counts: Counts, experts: Sequence[int] | None = None) -> npt.NDArray[np.float64]:
-    """Skewness ``S`` of each layer's load, ``[L]``: 0 if every expert gets the same, 1 if one gets everything.
+    """Returns ``[L]`` skewness ``S`` of each layer's load: 0 if every expert gets the same, 1 if one gets everything.
 
     ``HHI = sum p^2``, ``S = (HHI - 1/E) / (1 - 1/E)`` (MoEvement, NSDI'26, appendix D), where ``p`` is the share of
     the layer's tokens that an expert gets. A layer that got no token, or has one expert, is not skewed: 0.
@@ -283,7 +290,7 @@ def normalized_hhi(counts: Counts, experts: Sequence[int] | None = None) -> npt.
         experts: Number of experts of each layer, ``E_max`` for all if None.
 
     Raises:
-        ConfigError: shapes that do not fit, a negative count, or tokens beyond a layer's experts.
+        ConfigError: Shapes do not fit, a count is negative, or there are tokens beyond a layer's experts.
     """
     table = np.asarray(counts, dtype=np.float64)
     if table.ndim != 2:

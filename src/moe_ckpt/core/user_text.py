@@ -1,4 +1,4 @@
-"""What users write and read: sizes in bytes, durations, lists of ranks, and the names of arguments."""
+"""Reads and writes text of users: sizes in bytes, durations, lists of ranks, and the names of arguments."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def name_ranks(ranks: Sequence[int], most: int = 8) -> str:
 
     Args:
         ranks: At least one.
-        most: So many are written out; of the others only their number is.
+        most: Ranks beyond this number are not listed, only counted.
     """
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
@@ -54,7 +54,7 @@ def parse_bytes(value: object, name: str) -> int:
     Args:
         value: A whole number, or text such as ``"800MB"``, ``"1.5 GiB"`` or ``"4096"``. MB counts in thousands, MiB in
             powers of 1024.
-        name: What the size is of, for the message.
+        name: Name of the setting, for the message.
 
     Raises:
         ConfigError: ``value`` is no size, or less than one byte.
@@ -82,8 +82,8 @@ def parse_secs(value: object, name: str, longest_secs: float) -> float:
 
     Args:
         value: A number of seconds, or text such as ``"90"``, ``"90s"``, ``"10min"``, ``"2h"`` or ``"7d"``.
-        name: What the duration is of, for the message.
-        longest_secs: The longest duration that makes sense there.
+        name: Name of the setting, for the message.
+        longest_secs: The longest duration that makes sense for it.
 
     Raises:
         ConfigError: ``value`` is no duration, not above 0, or longer than ``longest_secs``.
@@ -115,9 +115,9 @@ def nearest(name: str, names: Sequence[str]) -> str:
 
 
 def named_arguments(kind: type[Kind]) -> type[Kind]:
-    """Class decorator for dataclasses that users write down, on top of ``dataclass``.
+    """Decorates a dataclass that users construct, on top of ``dataclass``.
 
-    Wrong arguments raise ``ConfigError`` with the class, the argument and the nearest right one, in place of a
+    Wrong arguments raise ``ConfigError`` with the class, the argument and the nearest right one, instead of a
     ``TypeError`` about ``__init__``.
     """
     arguments = [field for field in fields(kind) if field.init]  # type: ignore[arg-type]

@@ -1,8 +1,8 @@
 """Sparse windows: a dense checkpoint spread over W consecutive steps (MoEvement, section 3.2).
 
-At each step of a window the operators of its slot are anchored: saved at full fidelity. Those of later slots are
-saved as what the forward and backward pass reads (compute fidelity), so that the step can be computed again; those
-of earlier slots are not saved, since replay brings them here from their anchor.
+At each step of a window the operators of its slot are anchored: saved at full fidelity. Operators of later slots are
+saved as the weights that the forward and backward pass reads (compute fidelity), so that the step can be computed
+again. Operators of earlier slots are not saved, since a replay computes them from their anchors.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class OperatorBytes:
     """Size of one operator in the whole model, not of one rank's share.
 
     Attributes:
-        full: Weights and optimizer state.
-        compute: What the forward and backward pass reads of it.
-        gradient: What the optimizer consumes in one update; None if not known (``consumed``).
-        weights: Of ``full``, the model's own weights, which all ranks of a distributed optimizer hold. Masters
-            beside them are none; 0 where they are not saved or not known.
+        full: Bytes of weights and optimizer state.
+        compute: Bytes of the weights that the forward and backward pass reads.
+        gradient: Bytes of the gradients that the optimizer consumes in one update; None if not known (``consumed``).
+        weights: The part of ``full`` that is the model's own weights, which all ranks of a distributed optimizer hold.
+            Master weights are not part of it. 0 if weights are not saved, or not known.
     """
 
     full: int
@@ -40,20 +40,20 @@ class OperatorBytes:
     weights: int = 0
 
     def sent(self, *, weights: bool) -> int:
-        """Bytes of ``full`` that a peer must be sent.
+        """Returns the bytes of ``full`` that must be sent to a peer.
 
         Args:
-            weights: It does not have them anyway.
+            weights: True if the peer lacks the model's weights.
         """
         return self.full if weights else self.full - self.weights
 
     @property
     def consumed(self) -> int:
-        """Bytes that the optimizer consumes in one update; without ``gradient``, estimated from the other two widths.
+        """Bytes that the optimizer consumes in one update; without ``gradient``, estimated from the other two sizes.
 
-        More than four widths of compute weights in full are masters and moments in a wider type, each about a third:
-        gradients have the masters' width (Megatron's main gradients). Else optimizers read those that backward made,
-        in the width of the parameters.
+        If ``full`` is more than four times ``compute``, it has masters and moments in a wider type, each about a third,
+        and gradients are as wide as masters (Megatron's main gradients). Otherwise optimizers read the gradients that
+        backward made, which are as wide as the parameters.
         """
         if self.gradient is not None:
             return self.gradient
@@ -65,13 +65,13 @@ _FULL, _COMPUTE = attrgetter("full"), attrgetter("compute")
 
 @dataclass(frozen=True)
 class Window:
-    """Assignment of operators to the slots that anchor them.
+    """Assigns operators to the slots that anchor them.
 
     Attributes:
-        slots: W tuples of operator ids; every operator of the model is in exactly one.
         start: Step of the first slot.
-        frequencies: Per expert operator, its share of the activity when the order was made; what a reorder is judged
-            against.
+        slots: W tuples of operator ids; every operator of the model is in exactly one.
+        frequencies: Per expert, its share of its layer's activity when the order was made. Later shares are compared
+            with it to decide whether the order is made anew.
     """
 
     start: int
@@ -89,7 +89,7 @@ class Window:
         return tuple(chain.from_iterable(self.slots))
 
     def frozen(self, slot: int) -> tuple[str, ...]:
-        """Operators that are not anchored up to ``slot``. The same object every time."""
+        """Returns the operators that are anchored after ``slot``. The same object every time."""
         if slot not in self._frozen:
             self._frozen[slot] = tuple(chain.from_iterable(self.slots[slot + 1 :]))
         return self._frozen[slot]
@@ -100,12 +100,12 @@ class Window:
 
 
 def slot_plan(window: Window, slot: int, step: int) -> SnapshotPlan:
-    """The plan of one step of a window: anchors in full, what comes later as compute weights."""
+    """Returns the plan of one step of a window: anchors in full, operators of later slots as compute weights."""
     return SnapshotPlan(step, window.slots[slot], compute=window.frozen(slot), window=window, slot=slot)
 
 
 def slot_bytes(slots: Sequence[Collection[str]], sizes: Mapping[str, OperatorBytes]) -> tuple[int, ...]:
-    """Bytes of each slot's snapshot, all ranks together: its anchors in full, later slots' operators as compute."""
+    """Returns the bytes of each slot's snapshot, all ranks together: its anchors in full, and later slots' compute."""
     full, compute = ([sum(map(kind, map(sizes.__getitem__, slot))) for slot in slots] for kind in (_FULL, _COMPUTE))
     return tuple(nbytes + sum(compute[at + 1 :]) for at, nbytes in enumerate(full))
 
@@ -113,13 +113,17 @@ def slot_bytes(slots: Sequence[Collection[str]], sizes: Mapping[str, OperatorByt
 def merge_coupled(
     order: Sequence[str], sizes: Mapping[str, OperatorBytes], groups: Sequence[Collection[str]]
 ) -> tuple[list[str], dict[str, OperatorBytes], dict[str, tuple[str, ...]]]:
-    """Merges each of ``groups`` into one operator, so that no slot boundary parts a group.
+    """Merges each of ``groups`` into one operator, so that no slot boundary divides a group.
 
-    It stands where its last member stood and has that one's id. Returns the order, the sizes, and the members of each
-    id, in their order.
+    The merged operator takes the place and the id of the group's last member.
 
     Args:
-        groups: Without common members.
+        order: Operators in the order in which they are anchored.
+        sizes: Of all operators.
+        groups: Groups without common members.
+
+    Returns:
+        The order and the sizes of the merged operators; and for each id the members, in their order.
     """
     if not groups:
         return list(order), {op: sizes[op] for op in order}, {op: (op,) for op in order}
@@ -135,7 +139,7 @@ def merge_coupled(
 
 
 def _together(members: Sequence[OperatorBytes]) -> OperatorBytes:
-    """Several operators as one."""
+    """Returns the size of several operators together."""
     gradients = [size.gradient for size in members]
     gradient = None if gradients.count(None) == len(gradients) else sum(size.consumed for size in members)
     full, compute = sum(size.full for size in members), sum(size.compute for size in members)
@@ -143,22 +147,23 @@ def _together(members: Sequence[OperatorBytes]) -> OperatorBytes:
 
 
 def balance(order: Sequence[str], sizes: Mapping[str, OperatorBytes], most_slots: int) -> tuple[tuple[str, ...], ...]:
-    """Returns ``Lane.balance`` of operators whose bytes all ranks share."""
+    """Returns ``Lane.balance`` for operators whose bytes all ranks share."""
     return Lane(tuple(order), 1).balance(sizes, most_slots)
 
 
 _SHARED = -1
-"""Stands for an owner where there is none."""
+"""Stands for the owner of an operator that has none."""
 
 
 @dataclass(frozen=True)
 class Lane:
-    """Operators whose bytes the same ranks share: those of a pipeline stage, or all.
+    """Operators whose bytes the same ranks share: those of one pipeline stage, or all.
 
     Attributes:
-        order: In which they are anchored.
-        ranks: How many, of even shares but for experts that have an owner.
-        owners: Expert -> its owner, of whose kind there are ``expert_ranks`` with a share in it each.
+        order: The operators, in the order in which they are anchored.
+        ranks: Number of ranks. They have even shares, except for experts that have an owner.
+        owners: Expert -> its owner.
+        expert_ranks: Number of ranks that share the bytes of each expert that has an owner.
     """
 
     order: tuple[str, ...]
@@ -169,25 +174,28 @@ class Lane:
     def pack(
         self, sizes: Mapping[str, OperatorBytes], limit_bytes: int, most_slots: int | None = None
     ) -> tuple[tuple[str, ...], ...] | None:
-        """The order cut into the fewest slots of which none weighs more than ``limit_bytes``; None if there is no such
-        cut.
+        """Cuts the order into the fewest slots of which none weighs more than ``limit_bytes``.
 
-        Slots are runs of the order, each as long as it may be. That is best: a slot that starts later in the order
-        never weighs more, so nothing is gained by ending the one before it early. (MoEvement's Algorithm 1 counts
-        operators as if all had one size, and gives all slots equally many.)
+        Slots are runs of the order, each as long as possible. That is best: a slot that starts later in the order never
+        weighs more, so nothing is gained by ending the one before it early. (MoEvement's Algorithm 1 counts operators
+        as if all had one size, and gives all slots equally many.)
 
         Args:
-            limit_bytes: Of one slot, all ranks together.
-            most_slots: None as well if more are needed.
+            sizes: Of all operators.
+            limit_bytes: Most bytes of one slot, all ranks together.
+            most_slots: Most slots; None for any number.
+
+        Returns:
+            The slots; None if there is no such cut, or if it has more than ``most_slots``.
         """
         return _cut(self.order, _Runs(self._nbytes(sizes)).ends(limit_bytes, most_slots))
 
     def balance(self, sizes: Mapping[str, OperatorBytes], most_slots: int) -> tuple[tuple[str, ...], ...]:
-        """The order cut into at most ``most_slots`` slots, the heaviest of which weighs as little as it can.
+        """Cuts the order into at most ``most_slots`` slots, the heaviest of which weighs as little as possible.
 
-        Of all such cuts one with the fewest slots: where a single large operator decides, more slots would make
-        recovery longer and nothing lighter. And of these, one that anchors as early as it can, so that the window's
-        slots together hold the fewest compute weights.
+        Among all such cuts it takes one with the fewest slots: if a single large operator decides, more slots would
+        make recovery longer and nothing lighter. Among those it takes one that anchors as early as possible, so that
+        the window's slots together hold the fewest compute weights.
 
         Raises:
             ValueError: ``most_slots`` is below 1.
@@ -216,10 +224,11 @@ class Lane:
         return _owners_of(self.order, self.owners)
 
     def most_on_a_rank(self, slots: Sequence[Iterable[str]], sizes: Mapping[str, OperatorBytes]) -> list[int]:
-        """Bytes of each slot's snapshot on the rank that has most of it.
+        """Returns the bytes of each slot's snapshot on the rank that has most of it.
 
         Args:
-            slots: Of this lane's operators.
+            slots: Operators of this lane.
+            sizes: Of all operators.
         """
         listed = list(map(tuple, slots))
         operators = tuple(chain.from_iterable(listed))
@@ -240,10 +249,10 @@ class Lane:
 
 
 def lanes_of(order: Sequence[str], placement: Placement) -> tuple[Lane, ...]:
-    """``order`` by pipeline stage.
+    """Returns one lane for each pipeline stage, with its operators in the given order.
 
-    Experts that have an owner come one of each owner in turn, so that a slot never weighs more on one rank because the
-    order happens to bring its experts together; those of one owner keep their order.
+    Experts that have an owner come one of each owner in turn, so that no slot weighs more on one rank because the order
+    happens to bring its experts together. Experts of one owner keep their order.
     """
     ops_of_stage: list[list[str]] = [[] for _ in placement.stages] if len(placement.stages) > 1 else [list(order)]
     for op in order if len(ops_of_stage) > 1 else ():
@@ -255,7 +264,7 @@ def lanes_of(order: Sequence[str], placement: Placement) -> tuple[Lane, ...]:
 
 
 def _lane_in_turns(order: Sequence[str], ranks: int, owners: Mapping[str, int], expert_ranks: int) -> Lane:
-    """``order``, with the places of experts that have an owner dealt to the owners, one place each, again and again."""
+    """Returns a lane in which the experts that have an owner come one of each owner in turn."""
     dealt = _in_turns(_owners_of(order, owners))
     return Lane(tuple(map(order.__getitem__, dealt.tolist())), ranks, owners, expert_ranks)
 
@@ -268,12 +277,12 @@ def _in_turns(owner_of: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     turn = np.empty(len(experts), dtype=np.int64)
     turn[by_owner] = np.arange(len(experts)) - begins[owner[by_owner]]
     dealt = np.arange(len(owner_of))
-    dealt[experts] = experts[np.lexsort((first[owner], turn))]  # who comes first in the order begins
+    dealt[experts] = experts[np.lexsort((first[owner], turn))]  # the owner of the first expert begins
     return dealt
 
 
 def side_by_side(cuts: Sequence[Sequence[tuple[str, ...]]]) -> tuple[tuple[str, ...], ...]:
-    """One window of several lanes': their first slots together, their second slots together, and so on."""
+    """Joins the slots of several lanes: all first slots, all second slots, and so on."""
     if len(cuts) == 1:
         return tuple(cuts[0])
     return tuple(tuple(op for slot in slots for op in slot) for slots in zip_longest(*cuts, fillvalue=()))
@@ -282,7 +291,7 @@ def side_by_side(cuts: Sequence[Sequence[tuple[str, ...]]]) -> tuple[tuple[str, 
 def share_bytes(
     slots: Sequence[Iterable[str]], sizes: Mapping[str, OperatorBytes], lanes: Sequence[Lane]
 ) -> tuple[int, ...]:
-    """Bytes of each slot's snapshot on the rank that has most."""
+    """Returns the bytes of each slot's snapshot on the rank that has most of it."""
     if len(lanes) == 1:
         return tuple(lanes[0].most_on_a_rank(slots, sizes))
     lane_of = {op: number for number, lane in enumerate(lanes) for op in lane.order}
@@ -296,41 +305,41 @@ def share_bytes(
 
 
 def _owners_of(operators: Sequence[str], owners: Mapping[str, int]) -> npt.NDArray[np.int64]:
-    """The owner of each; ``_SHARED`` where it has none."""
+    """Returns ``[n]`` the owner of each operator; ``_SHARED`` if it has none."""
     return np.fromiter(map(owners.get, operators, repeat(_SHARED)), np.int64, len(operators))
 
 
 def _bytes_of(operators: Sequence[str], sizes: Mapping[str, OperatorBytes]) -> npt.NDArray[np.int64]:
-    """``[2, n]``: of each in full, and as compute weights."""
+    """Returns ``[2, n]`` the bytes of each operator in full, and of its compute weights."""
     numbers, nbytes = _looked_up(sizes)
     return nbytes[:, np.fromiter(map(numbers.__getitem__, operators), np.int64, len(operators))]
 
 
 def _weighed(sizes: Mapping[str, OperatorBytes]) -> tuple[Mapping[str, int], npt.NDArray[np.int64]]:
-    """Operator -> its number, and ``_bytes_of`` all by their numbers."""
+    """Returns operator -> its number, and ``_bytes_of`` all operators in the order of their numbers."""
     rows = sizes.values()
     nbytes = np.array([np.fromiter(map(kind, rows), np.int64, len(rows)) for kind in (_FULL, _COMPUTE)])
     return {op: number for number, op in enumerate(sizes)}, nbytes
 
 
 _looked_up = Remembered(_weighed, most=4)
-"""Sizes are the very same object for long, and never changed."""
+"""The same ``sizes`` object is used for many steps, and never changed."""
 
 
 class _Runs:
-    """How far a slot may reach, answered in O(log n).
+    """Computes how far a slot may reach, in O(log n).
 
     A slot that anchors ``order[a:b]`` weighs ``full of order[a:b] + compute of order[b:] = reach[b] - done[a]``, where
     ``done[a]`` is full of ``order[:a]`` and ``reach[b] = done[b] + compute of order[b:]``.
     """
 
     def __init__(self, nbytes: npt.NDArray[np.int64]) -> None:
-        """nbytes: ``_bytes_of`` the order."""
+        """nbytes: ``_bytes_of`` the operators, in their order."""
         full, compute = nbytes
         done = np.concatenate([[0], np.cumsum(full)])
         reach = done + compute.sum() - np.concatenate([[0], np.cumsum(compute)])
         self._done: list[int] = done.tolist()
-        # The least from here on: sorted, even where compute weights outweigh an operator (a copy in a wider dtype).
+        # The minimum from each place on, so that it is sorted even if compute weights outweigh an operator.
         self._reach: list[int] = np.minimum.accumulate(reach[::-1])[::-1].tolist()
 
     @property
@@ -338,7 +347,7 @@ class _Runs:
         return self._done[-1]
 
     def ends(self, limit_bytes: int, most: int | None = None) -> list[int] | None:
-        """Where each slot ends, the longest slots within the limit; None if there are none, or more than ``most``."""
+        """Returns the ends of the longest slots within the limit; None if there are none, or more than ``most``."""
         ends: list[int] = []
         at, last = 0, len(self._done) - 1
         while at < last:

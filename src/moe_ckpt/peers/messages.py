@@ -1,7 +1,7 @@
-"""Messages of one connection: a copy is offered, accepted or refused, sent, verified, and acknowledged or not.
+"""The messages of one connection: a copy is offered, accepted or refused, sent, verified, and acknowledged or not.
 
-An offer is a fixed record and the slot's header; the bytes follow only when the holder has reserved room for them. So
-nothing is allocated before its length was checked, and a refusal costs no bytes. Nothing is unpickled.
+An offer is a fixed record and the slot's header; the bytes follow only after the holder has reserved room for them. So
+no memory is allocated before its length was checked, and a refusal costs no bytes. Nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _ANSWER = struct.Struct("<QIQQ")
 _RUN = struct.Struct("<QQ")
 _MOST_RUNS = 1 << 20
 _MOST_SLOTS = 1 << 10
-"""Of one snapshot."""
+"""Most slots of one snapshot."""
 _GATHERED_NBYTES = 1 << 16
-"""Runs smaller than this are sent together."""
+"""Runs with fewer bytes are sent together."""
 _MOST_HEADER_NBYTES = 4 * MAX_HEADER_BYTES
 _MOST_DATA_NBYTES = 1 << 44
-"""More than any host's memory; room is reserved anyhow before a byte is taken."""
+"""More than the memory of any host. Room is reserved before a byte is taken in any case."""
 
 
 HeldBack = Callable[[int], GatedTransfer | None]
@@ -47,9 +47,9 @@ class Status(enum.IntEnum):
     """The answer of a holder about a copy."""
 
     SEND = 1
-    """Room is reserved, and these bytes are wanted: ``needed`` runs of them follow, ``free`` bytes in all."""
+    """Room is reserved, and bytes are requested: ``needed`` runs follow the answer, with ``free`` bytes in all."""
     HELD = 2
-    """All slices arrived as they were, and the slot is sealed."""
+    """All slices arrived undamaged, and the slot is sealed."""
     FULL = 3
     DAMAGED = 4
     FAILED = 5
@@ -60,9 +60,9 @@ class SealedSlot:
     """A sealed slot, which must not change until its copies are acknowledged.
 
     Attributes:
-        step: Of the state that it holds.
+        step: Step whose state it has.
         memory: ``[nbytes]`` uint8 on the host: the slot's bytes from the first to the end of the last slice.
-        header: Of the slot, as it was sealed.
+        header: Header of the slot, as it was sealed.
     """
 
     step: int
@@ -75,7 +75,9 @@ class Answer:
     """A holder's answer.
 
     Attributes:
-        needed, free: Bytes, if its memory is full; see ``Status.SEND``.
+        status: The answer.
+        needed: Bytes that are needed, if the holder's memory is full; see also ``Status.SEND``.
+        free: Bytes that are free, if the holder's memory is full; see also ``Status.SEND``.
     """
 
     status: Status
@@ -87,8 +89,10 @@ class Sent(NamedTuple):
     """One copy that was sent.
 
     Attributes:
-        nbytes: Of it that were sent.
-        secs: From the first of them until the holder had verified all, less what they were held back.
+        answer: The holder's last answer.
+        nbytes: Bytes that were sent.
+        secs: Time from the first of these bytes until the holder had verified all, without the time in which they were
+            held back.
     """
 
     answer: Answer
@@ -103,17 +107,17 @@ def send_copy(
     held_back: HeldBack = lambda nbytes: None,
     more: int = 0,
 ) -> Sent:
-    """Sends one copy: the source's side.
+    """Sends one copy, on the source's side.
 
     Args:
         wire: The connection.
         sequence: Of the snapshot.
         share: The slot.
-        held_back: Says by what so many bytes are, if they are.
-        more: Slots of the same snapshot that are still to come.
+        held_back: Returns the transfer that holds back so many bytes; None if they may go at once.
+        more: Number of slots of the same snapshot that follow.
 
     Raises:
-        OSError: The holder is gone, hangs, or answers something else.
+        OSError: The holder is gone, hangs, or sends an invalid answer.
     """
     nbytes = share.memory.numel()
     wire.send(_OFFER.pack(_MAGIC, sequence, more, share.step, len(share.header), nbytes))
@@ -136,7 +140,7 @@ def send_copy(
 
 
 class _Held(NamedTuple):
-    """A wire on which bytes go when they may."""
+    """A wire on which a transfer admits each chunk."""
 
     wire: Wire
     transfer: GatedTransfer
@@ -175,9 +179,9 @@ class CopyReceiver:
 
     Args:
         wire: The connection.
-        link: Whose copies come.
+        link: The two ends of the connection.
         run_id: Of the store.
-        store: Takes them.
+        store: Keeps the copies.
         patience_secs: Longest wait for this rank's own snapshot of the same step, before all bytes are requested.
     """
 
@@ -190,7 +194,7 @@ class CopyReceiver:
         """Receives copies until the source ends the connection.
 
         Raises:
-            OSError: The source is gone, hung in the middle of a copy, or sent something else.
+            OSError: The source is gone, hung in the middle of a copy, or sent an invalid offer.
         """
         newest, offer = (-1, 0), bytearray(_OFFER.size)
         while self._wire.receive_into(memoryview(offer), idle=True):
@@ -208,7 +212,7 @@ class CopyReceiver:
         self._wire.send(_ANSWER.pack(sequence, answer.status, answer.needed, answer.free))
 
     def _receive(self, sequence: int, more: int, step: int, header_nbytes: int, nbytes: int) -> Answer:
-        """One copy, as it was offered. Returns what the source is to hear of it."""
+        """Receives one offered copy. Returns the answer to the source."""
         link, store = self._link, self._store
         raw = self._wire.receive(header_nbytes)
         try:
@@ -248,7 +252,8 @@ class CopyReceiver:
         return Answer(Status.HELD)
 
     def _fill(self, incoming: Incoming, mirror: Mirror | None, step: int) -> None:
-        """Takes what this rank has anyway. Keeps no reference to the mirror, whose memory others wait for."""
+        """Fills the copy from this rank's own state. Keeps no reference to the mirror, since its memory is needed
+        soon."""
         link, differ = self._link, 0
         while mirror is not None:
             differ += incoming.fill(mirror)
@@ -261,7 +266,7 @@ class CopyReceiver:
             )
 
     def _take(self, incoming: Incoming) -> int | None:
-        """Receive what is wanted of a copy. Returns where the first damaged slice begins; None if there is none."""
+        """Receives the requested bytes. Returns the first byte of the first damaged slice; None if there is none."""
         damaged: int | None = None
         for first, end in incoming.requested:
             for begin in range(first, end, CHUNK_NBYTES):
@@ -274,6 +279,6 @@ class CopyReceiver:
 
 
 def _name_at(header: SlotHeader, begin: int) -> str:
-    """Of the slice that begins there."""
+    """Returns the name of the slice that begins at byte ``begin``."""
     entries = ((part.begin + entry.begin, entry) for part in header.parts for entry in header.slices(part, "a copy"))
     return next((f"{entry.name} of {entry.operator}" for at, entry in entries if at == begin and entry.nbytes), "?")

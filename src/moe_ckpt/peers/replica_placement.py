@@ -1,19 +1,18 @@
-"""Which ranks hold copies of which rank's snapshots: a pure function of where the ranks are.
+"""Decides which ranks hold the copies of which rank's snapshots. Pure.
 
-A rank is in domains that fail as a whole: its node, and what holds that (a rack, a switch), where the user names it.
-Copies lie outside the widest domain of their source, each on a different node, and in different domains as long as no
-rank holds over twice as many copies as it has because of that.
+Each rank belongs to domains that fail as a whole: its node, and a rack or switch if the user names one. Copies are
+placed outside the widest domain of their source, each on a different node, and in different domains as long as no rank
+therefore holds more than twice as many copies as it has itself.
 
-Where no domain has more than one part in r + 1 of the ranks, every rank holds r copies: of all ranks, one domain after
-the other, copy k lies k / (r + 1) of them further on. If r + 1 divides their number, that makes groups of r + 1 which
-hold one another's copies and nothing else: of all placements the one that the fewest sets of lost nodes destroy
-(Gemini, SOSP'23, section 4, Theorem 1). Elsewhere each copy goes to the emptiest domain, node and rank that may have
-it: a rank of a small domain beside large ones then holds more copies than it has.
+If no domain has more than one (r + 1)-th of the ranks, every rank holds r copies: with all ranks in a row, one domain
+after the other, copy k of a rank is k / (r + 1) of the row further on. If r + 1 divides the number of ranks, that makes
+groups of r + 1 ranks which hold one another's copies and no others: of all placements the one that the fewest sets of
+lost nodes destroy (Gemini, SOSP'23, section 4, Theorem 1). Otherwise each copy goes to the emptiest possible domain,
+node and rank: a rank of a small domain beside large ones then holds more copies than it has itself.
 
-Copies lie first on ranks that hold the same training state, as far as those are on other nodes, and be they in a domain
-that has a copy already: what such a peer has anyway need not be sent (MoEtion, arXiv 2412.15411 v1, Algorithm 2;
-``slices.mirroring``). The paper computes the groups from rank numbers, by a formula that gives pipelines instead; here
-they are those of the process groups.
+Copies go first to ranks on other nodes that hold the same training state, even in a domain that already has a copy:
+state that such a peer has need not be sent (MoEtion, arXiv 2412.15411 v1, Algorithm 2; ``slices.mirroring``). The paper
+computes these groups from rank numbers, by a formula that gives pipelines instead; here they are the process groups.
 """
 
 from __future__ import annotations
@@ -27,16 +26,16 @@ import numpy as np
 from moe_ckpt.errors import ConfigError
 
 MOST_TIMES = 2
-"""A rank holds so many times as many copies as it has before copies of one rank come to lie in one domain."""
+"""A rank holds at most this many times as many copies as it has itself, unless two copies would share a domain."""
 
 
 @dataclass(frozen=True)
 class ReplicaPlacement:
-    """Ranks that hold copies of each rank's snapshots. Alike on every rank.
+    """The ranks that hold copies of each rank's snapshots. Equal on every rank.
 
     Attributes:
-        peers_of: Per rank, those that hold its copies.
-        sources_of: Per rank, those whose copies it holds, in ascending order.
+        peers_of: Per rank, the ranks that hold its copies.
+        sources_of: Per rank, the ranks whose copies it holds, in ascending order.
         short: Ranks with fewer copies than requested.
     """
 
@@ -48,14 +47,14 @@ class ReplicaPlacement:
 def place_replicas(
     domains: Sequence[Sequence[str]], replicas: int, groups: Sequence[Sequence[Sequence[int]]] = ()
 ) -> ReplicaPlacement:
-    """Place ``replicas`` copies of every rank. Outside of regular worlds a copy takes some looks at all nodes at once.
+    """Places ``replicas`` copies of every rank.
 
     Args:
-        domains: Per rank its domains, from its node outwards; of several the first and the last count.
-        replicas: Copies of each rank, not counting its own.
-        groups: Kinds of data parallelism, from the one whose ranks share most state: per rank the ranks of its group,
-            itself included. Copies lie inside the first groups that have other nodes, and outside only when those
-            have no more.
+        domains: Per rank its domains, from its node outwards; the first and the last are used.
+        replicas: Number of copies of each rank, without its own snapshot.
+        groups: Per kind of data parallelism, from the one whose ranks share most state: per rank the ranks of its
+            group, itself included. Copies are placed inside the first groups that have other nodes, and outside of
+            them only if these have no more nodes.
 
     Raises:
         ConfigError: There are no other nodes for so many copies, or no other domain.
@@ -108,7 +107,7 @@ def _by_domain(domains: Sequence[Sequence[str]]) -> dict[str, dict[str, list[int
 def _place_inside(
     peers: list[list[int]], domains: Sequence[Sequence[str]], members: Sequence[int], replicas: int
 ) -> None:
-    """Place among ``members`` what copies of theirs have no place yet, as far as it goes; adds to ``peers``."""
+    """Places missing copies of ``members`` on one another, as far as possible; adds to ``peers``."""
     if all(len(peers[rank]) == replicas for rank in members):
         return
     world = _by_domain([domains[rank] for rank in members]).values()

@@ -1,11 +1,10 @@
-"""Copies of sealed memory slots on peers: sent, verified and acknowledged while training continues.
+"""Copies sealed memory slots to peers while training continues.
 
-A rank has one connection to each rank that holds its copies, and one from each whose copies it holds, each with a
-thread that sleeps in the kernel while bytes move. So a peer that is slow, paused or gone holds up only the copies
-that are meant for it; when the timeout has passed, it is given up for the rest of this life of the run.
+A rank has one connection to each rank that holds its copies, and one from each rank whose copies it holds, each with a
+thread that sleeps in the kernel while bytes move. So a peer that is slow, paused or gone delays only its own copies;
+after a timeout it gets no more copies in this life of the run.
 
-At the beginning (``open_replication``) ranks agree on who is on which node, who holds whose copies, and how to reach
-them.
+At the beginning (``open_replication``) all ranks agree on their nodes, on who holds whose copies, and on addresses.
 """
 
 from __future__ import annotations
@@ -37,17 +36,17 @@ from moe_ckpt.ports import Communicator, GatedTransfer, TransferGate
 from moe_ckpt.threads import ThreadName, named_thread
 
 log = logging.getLogger("moe_ckpt")
-"""Gets errors as text: a record that is kept would keep the error, its frames, and the mapped bytes that they know."""
+"""Errors are logged as text: a kept log record would keep the error, its frames, and the mapped bytes they refer to."""
 
 _RECENT_COPIES = 5
 _TELLING_NBYTES = 1 << 16
-"""Fewer say how long a message takes, and not how many bytes go over."""
+"""Least bytes of a snapshot from which a rate is measured; fewer would measure the latency of messages."""
 _TICK_SECS = 1e-6
 _PATIENCE = 0.25
-"""Portion of the time in which a source waits for an answer that a holder's own snapshot of the step may take, and of
-that in which a holder waits for bytes that sends may be held back."""
+"""Portion of the timeout for which a holder may wait for its own snapshot of the step, and for which sends may be held
+back."""
 _CUT_SECS = 5.0
-"""Longest wait for a thread whose connection was cut."""
+"""Longest wait for a thread after its connection was cut."""
 
 
 @dataclass(frozen=True)
@@ -55,12 +54,12 @@ class Roster:
     """The ranks that take part in one life of a run; equal on every rank, except ``rank``.
 
     Attributes:
-        rank: This process's.
+        rank: Rank of this process.
         run_id: Of the store.
-        generation: This life.
-        placement: Who holds whose copies.
-        addresses: Of each rank's ``Listener``.
-        secret: Drawn for this life.
+        generation: Of this life.
+        placement: The holders of each rank's copies.
+        addresses: Address of each rank's ``Listener``.
+        secret: Random secret of this life.
     """
 
     rank: int
@@ -72,7 +71,7 @@ class Roster:
 
 
 class _Copies:
-    """The copies of one rank's slots of a snapshot, until all peers have answered or are given up."""
+    """The copies of this rank's slots of one snapshot, until all peers have answered or are given up."""
 
     def __init__(self, sequence: int, shares: tuple[SealedSlot, ...], peers: int) -> None:
         self.sequence = sequence
@@ -84,7 +83,7 @@ class _Copies:
         self._lock = threading.Lock()
 
     def answered(self, *, accepted: bool, lost: PeerLostError | None = None) -> None:
-        """One peer's answer; ``lost``: there will be none."""
+        """Takes one peer's answer. lost: Why it will never answer."""
         with self._lock:
             self._open -= 1
             self._accepted += accepted
@@ -124,7 +123,7 @@ class _Sender:
         self.thread.start()
 
     def put(self, copies: _Copies | None) -> None:
-        """None: no more copies follow."""
+        """Queues copies; None ends the thread."""
         self._queue.put(copies)
 
     def _run(self) -> None:
@@ -141,7 +140,7 @@ class _Sender:
                 self._send(wire, copies)
             else:
                 copies.answered(accepted=False, lost=self.lost)
-            del copies  # a slot that is removed takes room for as long as somebody knows its bytes
+            del copies  # a removed slot takes room for as long as anything refers to its bytes
         if wire is not None:
             wire.close()
 
@@ -184,7 +183,7 @@ class _Sender:
             )
 
     def _say_refused(self, answer: Answer, step: int) -> None:
-        """Once for each reason."""
+        """Warns once for each reason."""
         if answer.status in self._said:
             return
         self._said.add(answer.status)
@@ -204,8 +203,8 @@ class Replicator:
     ``submit`` is called on the persist thread, ``release`` and ``release_except`` on any, ``close`` last.
 
     Args:
-        roster: Who takes part.
-        listener: Of this rank, whose address is in the roster.
+        roster: The ranks that take part.
+        listener: Listener of this rank, whose address is in the roster.
         make: Makes a slot in this rank's memory directory.
         timeout_secs: Longest time in which a peer takes or gives no byte.
         gate: Holds sends back; None: they go at once.
@@ -239,15 +238,15 @@ class Replicator:
     # --- as a source ---
 
     def submit(self, sequence: int, *shares: SealedSlot | None) -> Future[int]:
-        """Send a snapshot's sealed slots to this rank's peers.
+        """Sends a snapshot's sealed slots to this rank's peers.
 
         Args:
             sequence: Of the snapshot; greater than all before, equal on every rank.
-            shares: What to send, one after the other; None if this rank has nothing, which ends at once.
+            shares: Slots to send, one after the other; None if this rank has nothing to send.
 
         Returns:
-            How many peers hold verified, sealed copies of all. Its exception is ``PeerLostError`` where none does, and
-            one is given up. Until it is done, the slots must not change.
+            A future: the number of peers that hold verified, sealed copies of all slots. Its exception is
+            ``PeerLostError`` if no peer does, and one was given up. The slots must not change until it is done.
         """
         slots = tuple(share for share in shares if share is not None)
         if not slots or not self._senders:
@@ -265,7 +264,7 @@ class Replicator:
         return copies.future
 
     def left_out(self, step: int) -> None:
-        """A snapshot of ``step`` is not sent, because peers have not taken those before it."""
+        """Notes that the snapshot of ``step`` is not sent, because peers have not taken earlier ones."""
         with self._lock:
             self._newest_step = step
 
@@ -282,12 +281,13 @@ class Replicator:
 
     @property
     def in_flight(self) -> int:
-        """Snapshots that were submitted, and that some peer has not answered for."""
+        """Number of submitted snapshots for which some peer has not answered."""
         return self._open
 
     @property
     def lag_steps(self) -> int:
-        """Steps between the newest snapshot and the newest that all peers hold that are not given up."""
+        """Steps between the newest snapshot and the newest one that all peers hold, without peers that were given
+        up."""
         with self._lock:
             return (self._newest_step or 0) - (self._copied_step or 0)
 
@@ -303,19 +303,19 @@ class Replicator:
 
     @property
     def send_bytes_per_sec(self) -> float | None:
-        """Returns the rate of the slowest peer lately, all others beside it; None until it took enough."""
+        """Recent rate of the slowest peer while all peers receive; None until one was measured."""
         rates = [median(tuple(sender.rates)) for sender in self._senders if sender.rates]
         return min(rates, default=None)
 
     @property
     def saved_bytes(self) -> int:
-        """Returns the bytes of those copies that were not sent because the peers had it (``slices.mirroring``)."""
+        """Bytes of these copies that were not sent, because peers had them (``slices.mirroring``)."""
         return sum(sender.saved_bytes for sender in self._senders)
 
     # --- as a holder ---
 
     def _accept(self, listener: Listener, sources: Collection[int]) -> None:
-        """Until all sources are connected: then no connection is accepted any more."""
+        """Accepts connections until all sources are connected."""
         roster = self.roster
         awaited = {source: Link(roster.generation, source, roster.rank) for source in sources}
         try:
@@ -354,14 +354,14 @@ class Replicator:
     # --- the end ---
 
     def close(self, timeout_secs: float = 0.0) -> bool:
-        """End all threads. Copies that lie here stay, and no file is touched afterwards.
+        """Ends all threads. Copies on this rank stay, and no file is touched afterwards.
 
         Args:
-            timeout_secs: Longest wait for what was submitted, and for what sources still send: they end when they have
-                closed, too. 0: at once, as after a failure.
+            timeout_secs: Longest wait for submitted copies, and for sources, which end when they have closed, too. 0:
+                no wait, as after a failure.
 
         Returns:
-            False if a thread could not be ended; it is a daemon, and can do no harm.
+            False if a thread could not be ended. It is a daemon, and can do no harm.
         """
         for sender in self._senders:
             sender.put(None)
@@ -397,28 +397,28 @@ def open_replication(
 ) -> Replicator | None:
     """Returns this rank's replicator; None without replicas. A collective of the training thread.
 
-    The last one of a start's: what went wrong on a rank before is told here, and needs no message of its own.
+    It is the last collective of a start, and also reports what went wrong on a rank before.
 
     Args:
-        comm: The ranks, all of which have memory on.
-        memory: What this rank's user chose.
+        comm: The ranks, all of which use memory.
+        memory: Settings of this rank's user.
         run_id: Of the store.
-        generation: Life of the run, which ``comm`` has entered.
+        generation: Of this life, which ``comm`` has entered.
         make: Makes a slot in this rank's memory directory. Raises ``MemoryFullError``.
         timeout_secs: Longest time in which a peer takes or gives no byte.
-        groups: Kinds of data parallelism, from the one whose ranks share most state: the ranks of this rank's group.
+        groups: Per kind of data parallelism, from the one whose ranks share most state, the ranks of this rank's group.
         gate: Holds sends back; None: they go at once.
-        problem: Why this rank cannot use its memory directory; it raises that, once the others know.
+        problem: Why this rank cannot use its memory directory. Raised here, after the other ranks know.
 
     Raises:
-        ConfigError: On every rank alike: settings differ, or there are no nodes for so many copies.
-        StoreError: A rank cannot listen, and says why; or cannot use its memory directory.
-        PeerLostError: A peer did not come.
+        ConfigError: On every rank alike: settings differ, or there are too few nodes for so many copies.
+        StoreError: A rank cannot listen, or cannot use its memory directory.
+        PeerLostError: A peer did not take part.
     """
     listener, trouble = None, "" if problem is None else CANNOT_OPEN.format(comm.rank)
     announced: dict[str, Any] = {"settings": memory.shared, "domain": memory.failure_domain}
-    announced["groups"] = [min(group) for group in groups]  # whose members all say so
-    announced["secret"] = secrets.token_hex(SECRET_NBYTES)  # rank 0's counts
+    announced["groups"] = [min(group) for group in groups]  # the lowest rank names the group
+    announced["secret"] = secrets.token_hex(SECRET_NBYTES)  # that of rank 0 is used
     try:
         announced["node"] = node_of(memory.root)
         if memory.replicas and comm.world_size > 1 and problem is None:
@@ -446,7 +446,7 @@ def open_replication(
 
 
 def _placement(ranks: list[dict[str, Any]], replicas: int) -> ReplicaPlacement:
-    """The same on every rank, or the same error."""
+    """Returns the placement; raises the same error on every rank."""
     trouble = next((answer["trouble"] for answer in ranks if answer["trouble"]), "")
     if trouble:
         raise StoreError(trouble)
@@ -464,7 +464,7 @@ def _placement(ranks: list[dict[str, Any]], replicas: int) -> ReplicaPlacement:
 
 
 def _groups(first: Sequence[int]) -> list[tuple[int, ...]]:
-    """Per rank the ranks of its group. first: per rank the lowest of them."""
+    """Returns per rank the ranks of its group. first: Per rank, the lowest rank of its group."""
     members: dict[int, list[int]] = {}
     for rank, lowest in enumerate(first):
         members.setdefault(lowest, []).append(rank)

@@ -1,4 +1,4 @@
-"""The holder's side of copies on peers: slots for other ranks' snapshots, verified before they are sealed."""
+"""Keeps the copies of other ranks' snapshots on this rank, the holder. Copies are verified before they are sealed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from moe_ckpt.slices.cuts import Numbers
 from moe_ckpt.slices.mirroring import Mirror, digests_of
 
 _CACHED_NBYTES = 64 << 20
-"""Of heads, for each source. A policy saves other slices at every step, but comes back to the first ones."""
+"""Most bytes of cached heads per source. A policy saves other slices at every step, but later the first ones again."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,9 +27,10 @@ class Extents:
     """The slices of a slot, in the order of their bytes.
 
     Attributes:
-        begins, ends: In the slot.
-        checksums: XXH3-64.
-        names: ``[n]`` digests of their names.
+        begins: First byte of each slice in the slot.
+        ends: End of each slice in the slot.
+        checksums: XXH3-64 of each slice.
+        names: ``[n]`` digest of each slice's name.
     """
 
     begins: list[int]
@@ -39,12 +40,12 @@ class Extents:
 
     @property
     def nbytes(self) -> int:
-        """Up to the end of the last slice."""
+        """Bytes up to the end of the last slice."""
         return max(self.ends, default=0)
 
 
 _Layout = tuple[Numbers, Numbers, Numbers]
-"""Of the slices that a head names: ``[n]`` first byte in the part, ``[n]`` end, ``[n]`` digest of the name."""
+"""The slices of a part: ``[n]`` first byte of each in the part, ``[n]`` its end, ``[n]`` digest of its name."""
 _EMPTY = np.zeros(0, dtype=np.int64)
 
 
@@ -52,7 +53,7 @@ class HeaderReader:
     """Reads the headers of one source, on one thread.
 
     Attributes:
-        decoded: How many heads were no copy of one before.
+        decoded: Number of heads that were not cached.
     """
 
     def __init__(self) -> None:
@@ -98,25 +99,25 @@ class HeaderReader:
 log = logging.getLogger("moe_ckpt")
 
 Key = tuple[int, int, int]
-"""Rank whose copy it is, sequence of the snapshot, and ``OWN`` or the index of a slot of gradients beside that."""
+"""Rank whose copy it is, sequence of the snapshot, and index of a slot of its gradients (``OWN``: the main slot)."""
 OWN = -1
 Run = tuple[int, int]
-"""First byte and end."""
+"""First byte, and the byte behind the last."""
 _MOST_MIRRORS = 8
-"""Snapshots whose copies may still come."""
+"""Number of the newest snapshots whose copies may still come."""
 
 
 class Incoming:
     """A copy that is being received. For one thread.
 
     Args:
-        slot: To receive it into.
-        header: Of the slot, as its source sealed it.
-        extents: What it says of the bytes that come.
-        index: Of a slot of gradients beside the snapshot's own, which is ``OWN``.
+        slot: Slot for the copy.
+        header: Header of the slot, as its source sealed it.
+        extents: The slices that the header names.
+        index: Index of a slot of gradients; ``OWN`` for the snapshot's main slot.
 
     Attributes:
-        requested: Bytes that the source must send, in order: all, unless some are here already (``fill``).
+        requested: Bytes that the source must send, in order. All bytes, unless ``fill`` took some from this rank.
     """
 
     def __init__(self, slot: Slot, header: bytes, extents: Extents, index: int = OWN) -> None:
@@ -132,7 +133,7 @@ class Incoming:
         """Fills the copy from ``mirror`` as far as possible; only the rest is requested.
 
         Returns:
-            How many slices of the same name and size have other bytes here than at their source.
+            The number of slices that have the same name and size here as at their source, but other bytes.
         """
         extents, ends = self._extents, mirror.part.ends
         begins, sizes = ends - np.diff(ends, prepend=0), np.diff(ends, prepend=0)
@@ -157,13 +158,13 @@ class Incoming:
         return differ
 
     def verify(self, arrived: int) -> int | None:
-        """Compare what was sent, is complete and not compared yet, while it is still in the processor's cache.
+        """Compares the checksums of slices that have arrived, while they are still in the processor's cache.
 
         Args:
-            arrived: Bytes from the beginning on, of those that are wanted.
+            arrived: End of the bytes that have arrived, in the slot.
 
         Returns:
-            Where the first damaged slice begins; None if there is none.
+            First byte of the first damaged slice; None if there is none.
         """
         begins, ends, checksums = self._extents.begins, self._extents.ends, self._extents.checksums
         remaining, memory = self._left, self.memory
@@ -176,7 +177,7 @@ class Incoming:
 
 
 def _joined(runs: list[Run]) -> list[Run]:
-    """The same bytes, in order, in as few runs as there are gaps."""
+    """Joins runs that follow one another without a gap."""
     joined: list[Run] = []
     for begin, end in runs:
         if joined and joined[-1][1] == begin:
@@ -187,13 +188,13 @@ def _joined(runs: list[Run]) -> list[Run]:
 
 
 class ReplicaStore:
-    """Slots in this rank's memory directory that hold copies of others. Safe to use from several threads.
+    """The slots in this rank's memory directory that hold copies of other ranks. Safe to use from several threads.
 
     Args:
-        make: Makes a slot. Raises ``MemoryFullError``.
+        make: Makes a slot of so many bytes. Raises ``MemoryFullError``.
 
     Attributes:
-        expects_mirrors: ``mirrored`` will be called for every snapshot of which copies come.
+        expects_mirrors: True if ``mirrored`` will be called for every snapshot of which copies come.
     """
 
     def __init__(self, make: Callable[[int], Slot]) -> None:
@@ -207,9 +208,12 @@ class ReplicaStore:
         self._is_closed = False
 
     def mirrored(self, sequence: int, mirrors: Mapping[int, Mirror]) -> None:
-        """This rank's own snapshot ``sequence`` is in memory, with its duplicates of others' shares, by source.
+        """Notes that this rank's own snapshot is in memory, so that copies can be filled from it.
 
-        Empty where it could not be made: all is asked of the sources then.
+        Args:
+            sequence: Of the snapshot.
+            mirrors: Source -> the part of its share that this rank's own state duplicates; empty if the snapshot could
+                not be made: then all bytes are requested from the sources.
         """
         with self._mirrored:
             if self._is_closed:
@@ -220,13 +224,13 @@ class ReplicaStore:
             self._mirrored.notify_all()
 
     def mirror_of(self, source: int, sequence: int, timeout_secs: float, *, again: bool = False) -> Mirror | None:
-        """This rank's duplicate of a snapshot of ``source``; None if there is none in time.
+        """Returns this rank's duplicate of a source's snapshot; None if there is none in time.
 
         Args:
-            source: Whose.
+            source: Rank whose snapshot it is.
             sequence: Of the snapshot.
-            timeout_secs: Longest wait for it.
-            again: It will be asked for once more; else it is handed out for the last time.
+            timeout_secs: Longest wait for the duplicate.
+            again: True if it will be requested once more; otherwise it is released.
         """
 
         def is_known() -> bool:
@@ -238,16 +242,16 @@ class ReplicaStore:
             return mirrors.get(source) if again else mirrors.pop(source, None)
 
     def reserve(self, header: SlotHeader, raw: bytes, extents: Extents, nbytes: int) -> Incoming:
-        """Make ready to receive a copy.
+        """Prepares to receive a copy.
 
         Args:
-            header: Of the slot at its source.
-            raw: The same, encoded.
-            extents: Its slices.
-            nbytes: That the source will send.
+            header: Header of the slot at its source.
+            raw: The header, encoded.
+            extents: Slices of the slot.
+            nbytes: Bytes of the copy, as the source announced.
 
         Raises:
-            DamagedError: The header speaks of other bytes than ``nbytes``.
+            DamagedError: The header and ``nbytes`` contradict each other.
             MemoryFullError: There is no room.
             OSError: The slot cannot be made.
         """
@@ -268,20 +272,20 @@ class ReplicaStore:
                     raise
 
     def _let_go_of_spare(self) -> bool:
-        """Copies that only hold older versions go before the newest is refused, the oldest first; False without any."""
+        """Deletes the oldest snapshot's copies among those that only have older versions. False if there are none."""
         with self._lock:
             spare = sorted((key for key in self._kept if key[1] in self._spare), key=lambda key: key[1])
-            oldest = [key for key in spare if key[:2] == spare[0][:2]]  # with its gradients
+            oldest = [key for key in spare if key[:2] == spare[0][:2]]  # all slots of one snapshot
             gone = [self._kept.pop(key) for key in oldest]
         for slot in gone:
             slot.remove()
         return bool(gone)
 
     def keep(self, source: int, sequence: int, incoming: Incoming) -> None:
-        """Seals a copy that arrived complete and was verified: later processes may read it.
+        """Seals a copy that arrived complete and was verified: from now on later processes may read it.
 
         Raises:
-            OSError: The header cannot be written; the copy does not count.
+            OSError: The header cannot be written, and the copy is not valid.
         """
         with self._lock:
             if self._is_closed:  # a later life may own the directory by now
@@ -290,19 +294,19 @@ class ReplicaStore:
             self._kept[source, sequence, incoming.index] = incoming.slot
 
     def discard(self, incoming: Incoming) -> None:
-        """Discards a copy that did not arrive complete."""
+        """Deletes a copy that did not arrive complete."""
         incoming.memory.release()
         self._give_back([incoming.slot])
 
     def release_except(
         self, sequences: Collection[int], spare: Collection[int] = (), over: Collection[tuple[int, int]] = ()
     ) -> None:
-        """Let go of all copies but those of these sequences; of ``spare`` ones once there is no other room.
+        """Deletes all copies except those of some snapshots.
 
         Args:
-            sequences: Of snapshots.
-            spare: Likewise.
-            over: (sequence, index) of slots of gradients that are not needed, though the sequence is.
+            sequences: Snapshots whose copies are kept.
+            spare: Those of them that may be deleted as well if a newer copy finds no room.
+            over: (sequence, index) of slots of gradients that are not needed, although their snapshot is.
         """
         with self._lock:
             self._spare = frozenset(spare)
@@ -316,18 +320,18 @@ class ReplicaStore:
                 slot.remove()
 
     def held(self) -> dict[tuple[int, int], Slot]:
-        """Returns (source, sequence) -> slot of the copies here, whole and verified, without gradients beside it."""
+        """Returns (source, sequence) -> main slot of each verified copy on this rank."""
         with self._lock:
             return {(source, sequence): slot for (source, sequence, index), slot in self._kept.items() if index == OWN}
 
     @property
     def nbytes(self) -> int:
-        """Memory that copies take here."""
+        """Bytes of memory that copies take on this rank."""
         with self._lock:
             return sum(slot.memory.numel() for slot in self._kept.values())
 
     def close(self) -> None:
-        """Touch no file any more. What is sealed stays, and belongs to the owner of the directory."""
+        """Stops all access to files. Sealed copies stay, and belong to the owner of the directory."""
         with self._lock:
             self._is_closed = True
             self._mirrors.clear()
@@ -336,11 +340,18 @@ class ReplicaStore:
 
 
 def decoded(raw: bytes, run_id: str, generation: int, source: int, step: int) -> SlotHeader:
-    """A header that a source sent.
+    """Decodes a header that a source sent.
+
+    Args:
+        raw: The encoded header.
+        run_id: Run that it must be of.
+        generation: Oldest life that it may be of. A complete checkpoint beside a partial one of the same step counts as
+            one of a later life.
+        source: Rank that it must be of.
+        step: Step that it must be of.
 
     Raises:
-        DamagedError: It is not as it was written, or not of this run, this rank and this step, or of an older life. A
-            complete checkpoint beside a partial one of the same step counts as of a later one.
+        DamagedError: The header is damaged, or of another run, rank, step or an older life.
     """
     header = decode_slot(raw, f"the copy of rank {source}")
     identity = header.identity

@@ -1,13 +1,14 @@
 """Connections between two ranks for copies of memory slots: authenticated, blocking, bounded in time.
 
-They are sockets of our own and not gloo's, because a wait on gloo that times out closes the connections to all ranks of
-its group ("Application timeout caused pair closure"): one paused peer would cost the copies of all others. Bytes go
-straight out of mapped memory and straight into it, and a call that moves 16 MiB gives the interpreter lock away once.
+They do not use gloo, because a wait on gloo that times out closes the connections to all ranks of its group
+("Application timeout caused pair closure"): one paused peer would cost the copies of all others. Bytes are sent
+directly from mapped memory and received directly into it, and a call that moves 16 MiB releases the interpreter lock
+once.
 
-Addresses, and a secret that is drawn for every life of the run, come over the communicator, hence by the job's own
-rendezvous. The holder sends a challenge, the source its hello, the holder its own, and the source confirms that. Both
-sides thereby prove that they know the secret before anything else is read, and neither takes the other for connected
-that has given up meanwhile. Listening ends when everybody who may connect has done so.
+Addresses, and a new secret for every life of the run, come over the communicator, hence by the job's own rendezvous.
+The holder sends a challenge, the source its hello, the holder its own hello, and the source confirms that. Thereby both
+sides prove that they know the secret before anything else is read, and neither considers a peer connected that has
+given up meanwhile. The listener closes when every expected source has connected.
 """
 
 from __future__ import annotations
@@ -28,25 +29,25 @@ from dataclasses import dataclass
 SECRET_NBYTES = 32
 CHUNK_NBYTES = 16 << 20
 _TICK_SECS = 1.0
-"""Longest single system call; also how often a thread looks whether it is to end."""
+"""Longest single system call, after which a thread checks whether it should end."""
 _HANDSHAKE_SECS = 10.0
-"""A stranger may keep the listening thread for so long."""
+"""Longest time for which a stranger can occupy the listening thread."""
 _RETRY_SECS = 0.2
 _MAGIC = b"moeckpt2"
 _CONFIRMED = b"\x01"
-"""A source's last word: it has the holder's hello."""
+"""Last message of a source in the handshake: it has the holder's hello."""
 _NONCE_NBYTES, _PROOF_NBYTES = 16, 32
 _HELLO = struct.Struct(f"<8sQII{_NONCE_NBYTES}s{_PROOF_NBYTES}s")
 _TIMEVAL = struct.Struct("ll")
 _INTERFACE = struct.Struct("256s")
 _SIOCGIFADDR = 0x8915
 _TCP_RTO_MAX_MS, _MOST_RETRY_MS = 44, 1000
-"""Longest time between two tries to get a packet through (Linux 6.15 and later). It doubles up to 2 minutes otherwise,
-so that a network that comes back after half of the timeout may be noticed after the whole of it."""
+"""Longest time between two transmissions of a packet (Linux 6.15 and later). Otherwise it doubles up to 2 minutes, so
+that a network that returns after half of the timeout may be noticed after the whole timeout."""
 _LOOPBACKS = ("127.", "::1")
 
 _open: weakref.WeakSet[socket.socket] = weakref.WeakSet()
-"""A forked data-loader worker must not keep a connection open whose owner is dead."""
+"""All open sockets. A forked data-loader worker closes them: it must not keep open what its dead parent had."""
 
 
 def _close_in_child() -> None:
@@ -63,11 +64,12 @@ class StaleHelloError(ConnectionError):
 
 @dataclass(frozen=True)
 class Link:
-    """The two ends of a connection, and in which life of the run.
+    """The two ends of a connection, in one life of the run.
 
     Attributes:
-        source: Whose copies go over it.
-        holder: To whom.
+        generation: Of the life.
+        source: Rank that sends copies.
+        holder: Rank that keeps them.
     """
 
     generation: int
@@ -76,11 +78,11 @@ class Link:
 
 
 class Wire:
-    """One connection. Not safe for several threads, but for ``cut``.
+    """One connection. Not safe for several threads, except for ``cut``.
 
     Args:
         connected: The socket.
-        timeout_secs: Longest time without progress. Time in which this process itself stood still does not count.
+        timeout_secs: Longest time without progress. Time in which this process itself was stopped does not count.
     """
 
     def __init__(self, connected: socket.socket, timeout_secs: float) -> None:
@@ -95,9 +97,10 @@ class Wire:
         self.limit(timeout_secs)
 
     def limit(self, timeout_secs: float) -> None:
-        """Change the timeout.
+        """Changes the timeout.
 
-        By options of the socket: Python's own timeouts make it non-blocking, with a call per few hundred KiB.
+        It is set by socket options, since Python's own timeouts make the socket non-blocking, with a call per few
+        hundred KiB.
         """
         self._timeout_secs, self._tick_secs = timeout_secs, min(_TICK_SECS, timeout_secs / 4)
         whole = int(self._tick_secs)
@@ -106,23 +109,24 @@ class Wire:
             self._socket.setsockopt(socket.SOL_SOCKET, option, tick)
 
     def send(self, data: memoryview | bytes) -> None:
-        """Raises ``OSError``: the connection broke, was cut, or nothing of ``data`` went on for too long."""
+        """Sends all of ``data``. Raises ``OSError`` if the connection broke, was cut, or made no progress for too
+        long."""
         view = memoryview(data)
         self._move(len(view), lambda at: self._socket.send(view[at : at + CHUNK_NBYTES]), idle=False)
 
     def receive(self, nbytes: int) -> bytes:
-        """Receives small messages, and messages whose size was checked."""
+        """Returns a message. For small messages, and for messages whose size was checked."""
         buffer = bytearray(nbytes)
         if not self.receive_into(memoryview(buffer)):
             raise ConnectionResetError("the peer ended the connection")
         return bytes(buffer)
 
     def receive_into(self, view: memoryview, *, idle: bool = False) -> bool:
-        """Fill ``view``.
+        """Fills ``view``.
 
         Args:
-            view: Of bytes.
-            idle: Wait for the first byte for as long as it takes.
+            view: Memory to fill.
+            idle: True to wait for the first byte without a timeout.
 
         Returns:
             False if the peer ended the connection before the first byte.
@@ -156,13 +160,13 @@ class Wire:
                 moved = 0
             at, waited = at + moved, 0.0 if moved or (idle and not at) else waited
             if not moved:
-                # A process that was stopped comes back to find hours gone: they say nothing of its peer.
+                # After a stop of this process hours may have passed, which say nothing about its peer.
                 waited += min(time.monotonic() - began, 2 * self._tick_secs)
                 if waited >= self._timeout_secs and not (idle and not at):
                     raise TimeoutError(f"no byte was transferred for {self._timeout_secs:g} s")
 
     def require_open(self) -> None:
-        """Raises ``OSError`` if the peer has ended the connection by now."""
+        """Raises ``OSError`` if the peer has already ended the connection."""
         try:
             ended = not self._socket.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -189,7 +193,7 @@ def _hello(secret: bytes, role: bytes, link: Link, nonce: bytes, theirs: bytes) 
 
 
 def _read_hello(raw: bytes, secret: bytes, role: bytes, nonce: bytes, generation: int) -> tuple[Link, bytes]:
-    """Returns who speaks, and its nonce. Raises ``ConnectionError`` unless it knows the secret."""
+    """Returns the peer's link and nonce. Raises ``ConnectionError`` unless the peer knows the secret."""
     magic, their_generation, source, holder, theirs, proof = _HELLO.unpack(raw)
     link = Link(their_generation, source, holder)
     if magic != _MAGIC:
@@ -207,7 +211,7 @@ def _read_hello(raw: bytes, secret: bytes, role: bytes, nonce: bytes, generation
 def connect(
     address: tuple[str, int], secret: bytes, link: Link, timeout_secs: float, is_over: Callable[[], bool]
 ) -> Wire:
-    """Connects as the source of a link, again and again until the timeout.
+    """Connects as the source of a link. Tries again until the timeout.
 
     Raises:
         OSError: The holder did not answer, or does not know the secret.
@@ -236,7 +240,7 @@ def _connect_once(address: tuple[str, int], secret: bytes, link: Link, timeout_s
         if answered != link:
             raise ConnectionRefusedError(f"rank {answered.holder} answered for rank {link.holder}")
         wire.send(_CONFIRMED)
-        wire.require_open()  # else this process stood still, and the holder no longer waits for the word
+        wire.require_open()  # if this process was stopped meanwhile, the holder has given up
     except OSError:
         wire.close()
         raise
@@ -245,13 +249,13 @@ def _connect_once(address: tuple[str, int], secret: bytes, link: Link, timeout_s
 
 
 class Listener:
-    """Waits for the sources whose copies this rank holds. Bound from the beginning on, so that its address is known.
+    """Waits for the sources whose copies this rank holds. Bound at once, so that its address is known.
 
     Args:
         timeout_secs: As of ``Wire``.
 
     Attributes:
-        address: To connect to.
+        address: Host and port to connect to.
     """
 
     def __init__(self, timeout_secs: float) -> None:
@@ -266,25 +270,24 @@ class Listener:
     def accept(
         self, secret: bytes, generation: int, awaited: Mapping[int, Link], is_over: Callable[[], bool]
     ) -> tuple[Wire, Link] | None:
-        """The next source that connects; None once ``is_over``.
+        """Returns the next source that connects; None once ``is_over``.
 
         Args:
-            secret: Of this life of the run.
-            generation: Likewise.
-            awaited: The links that are still to come, by source.
-            is_over: Nobody waits any more.
+            secret: Secret of this life of the run.
+            generation: Of this life.
+            awaited: The links that are still expected, by source.
+            is_over: Returns True when no connection is needed any more.
 
         Raises:
-            ConnectionError: Somebody connected who may not.
-            OSError: Somebody connected who then said nothing; or this process has no descriptor left, and some time
-                has passed since.
+            ConnectionError: A process connected that may not.
+            OSError: A process connected and then sent nothing; or this process has no file descriptor left.
         """
         while not is_over():
             try:
                 connected, _ = self._socket.accept()
             except TimeoutError:
                 continue
-            except OSError:  # no descriptor is left, for instance: the connection waits, and would be asked for at once
+            except OSError:  # such as no descriptor left: the connection stays pending, and would fail again at once
                 time.sleep(_RETRY_SECS)
                 raise
             wire = Wire(connected, min(_HANDSHAKE_SECS, self._timeout_secs))
@@ -311,10 +314,10 @@ class Listener:
 
 
 def own_address() -> str:
-    """The address of this host by which the job's other hosts reach it.
+    """Returns the address of this host by which the job's other hosts reach it.
 
-    That of the interface in GLOO_SOCKET_IFNAME; or of the one that leads to MASTER_ADDR; or the host's own name's, as
-    gloo takes it.
+    The address of the interface in GLOO_SOCKET_IFNAME; or of the interface that leads to MASTER_ADDR; or that of the
+    host's own name, as gloo does.
     """
     interface = os.environ.get("GLOO_SOCKET_IFNAME", "").partition(",")[0].strip()
     if interface and (chosen := _of_interface(interface)):
@@ -328,7 +331,7 @@ def own_address() -> str:
 
 
 def _of_interface(name: str) -> str:
-    """Its IPv4 address; empty if it has none."""
+    """Returns the IPv4 address of an interface; empty if it has none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
         try:
             answer = fcntl.ioctl(asked.fileno(), _SIOCGIFADDR, _INTERFACE.pack(name.encode()[:15]))
@@ -338,7 +341,7 @@ def _of_interface(name: str) -> str:
 
 
 def _towards(target: str) -> str:
-    """This host's address on the way to another; empty if there is no way. Nothing is sent."""
+    """Returns this host's address on the route to another host; empty if there is no route. Nothing is sent."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, kind) as asked:
@@ -349,7 +352,7 @@ def _towards(target: str) -> str:
 
 
 class Cutter:
-    """Knows the wires of one rank, and cuts them all, also those that come too late."""
+    """Cuts all wires of one rank at the end, including those that are added later."""
 
     def __init__(self) -> None:
         self._wires: list[Wire] = []

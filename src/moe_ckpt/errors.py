@@ -451,9 +451,10 @@ class MemoryFullError(StoreError, OSError):
     """The file system of ``Memory(directory=...)`` has no room for a slot."""
 
     def __init__(self, directory: str, needed_bytes: int, free_bytes: int, advice: str = LARGER_FILE_SYSTEM) -> None:
+        lacks = "" if free_bytes < needed_bytes else ", and it may have no file left (df -i)"
         super().__init__(
-            f"{directory} has {free_bytes:,} bytes free, but a snapshot of this rank needs {needed_bytes:,} there. "
-            f"{advice}"
+            f"{directory} has {free_bytes:,} bytes free, but a snapshot of this rank needs {needed_bytes:,} there"
+            f"{lacks}. {advice}"
         )
         self.directory = directory
         self.needed_bytes = needed_bytes

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
+import re
 import threading
 
 import pytest
@@ -13,6 +15,7 @@ from moe_ckpt.errors import MemoryFullError
 from moe_ckpt.memory import arena as arena_module
 from moe_ckpt.memory import mapping
 from moe_ckpt.memory.arena import Arena
+from moe_ckpt.memory.mapping import Pages
 from moe_ckpt.slices import copying
 from tests.support.acted_gpu import CUDA, ActedGPU
 
@@ -193,6 +196,30 @@ def test_where_cuda_refuses_it_stays_unlocked_and_no_error_stays_behind(path, gp
     buffer.memory[:4].copy_(torch.ones(4, dtype=torch.uint8).to(CUDA), non_blocking=True)
     assert arena.grow(3 * PIECE)
     assert not gpu.locked
+
+
+@pytest.mark.parametrize(
+    ("limit", "said"), [(65536, r"; this process may lock 65,536 bytes \(ulimit -l\)$"), (-1, "CUDA error 2$")]
+)
+def test_a_limit_of_locked_memory_is_told_where_cuda_refuses(path, gpu, caplog, monkeypatch, limit, said):
+    monkeypatch.setattr(arena_module.resource, "getrlimit", lambda which: (limit, limit))
+    gpu.refusals = 1
+    Arena(10 * PIECE, path=path, locks=True).grow(PIECE)
+    assert re.search(said, caplog.messages[-1])
+
+
+def test_a_full_file_system_is_said_also_where_cuda_refuses(tmp_path, gpu, monkeypatch):
+    arena, grow = Arena(10 * PIECE, path=tmp_path / "arena", locks=True), Pages.grow
+
+    def full(pages, end, *, locks=False, touches=True):
+        if not locks:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        grow(pages, end, locks=locks, touches=touches)
+
+    monkeypatch.setattr(Pages, "grow", full)
+    gpu.refusals = 1
+    with pytest.raises(MemoryFullError, match=f"{tmp_path}/arena has"):
+        arena.grow(PIECE)
 
 
 def test_of_pieces_that_cuda_locks_only_in_part_none_stays_locked(path, gpu, monkeypatch):

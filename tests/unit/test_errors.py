@@ -39,6 +39,11 @@ def test_pickled_errors_say_the_same(error):
     assert vars(copy) == vars(error)
 
 
+@pytest.mark.parametrize(("free", "lacks_files"), [(99, False), (100, True)])
+def test_a_file_system_that_has_bytes_lacks_files(free, lacks_files):
+    assert ("no file left (df -i)" in str(errors.MemoryFullError("/dev/shm", 100, free))) is lacks_files
+
+
 @pytest.mark.parametrize(
     "cause",
     [

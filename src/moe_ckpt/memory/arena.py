@@ -14,6 +14,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import resource
 import sys
 import threading
 from bisect import bisect, insort
@@ -280,11 +281,12 @@ class Arena:
     def _grow(self, end: int, *, touches: bool) -> None:
         before = self._space.end
         try:
-            self._pages.grow(end, locks=self._locks, touches=touches)
-        except RuntimeError as error:
-            self._locks = False
-            log.warning("host memory is not page-locked, so that copies from the GPU take longer: %s", error)
-            self._pages.grow(end, touches=touches)
+            try:
+                self._pages.grow(end, locks=self._locks, touches=touches)
+            except RuntimeError as error:
+                self._locks = False
+                _say_unlocked(error)
+                self._pages.grow(end, touches=touches)
         except OSError as error:
             if self.path is None or error.errno not in FULL:
                 raise
@@ -321,3 +323,9 @@ class Arena:
         ``ready`` if it finds them now."""
         with self._lock:
             return self._space.end_for(sizes)
+
+
+def _say_unlocked(error: RuntimeError) -> None:
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    limited = "" if limit == resource.RLIM_INFINITY else f"; this process may lock {limit:,} bytes (ulimit -l)"
+    log.warning("host memory is not page-locked, so that copies from the GPU take longer: %s%s", error, limited)

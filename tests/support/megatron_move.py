@@ -196,10 +196,10 @@ class Reads:
         self.verified_nbytes = 0
 
     def __enter__(self) -> Reads:
-        from moe_ckpt.reading import restore
+        from moe_ckpt.reading import reader as reading
         from moe_ckpt.reading.reader import StoreReader
 
-        self._find_damage = restore.find_damage
+        self._find_damage = reading.find_damage
         self._read_many, self._use_many = StoreReader.read_many, StoreReader.use_many
 
         def find_damage(storage: Any, wanted: Any) -> Any:
@@ -220,15 +220,15 @@ class Reads:
             self.read |= {_named(row) for row in rows if not row.entry.key.startswith("side/")}
             self._use_many(reader, rows, use)
 
-        restore.find_damage = find_damage
+        reading.find_damage = find_damage
         StoreReader.read_many, StoreReader.use_many = read_many, use_many  # type: ignore[method-assign]
         return self
 
     def __exit__(self, *_: Any) -> None:
-        from moe_ckpt.reading import restore
+        from moe_ckpt.reading import reader as reading
         from moe_ckpt.reading.reader import StoreReader
 
-        restore.find_damage = self._find_damage
+        reading.find_damage = self._find_damage
         StoreReader.read_many, StoreReader.use_many = self._read_many, self._use_many  # type: ignore[method-assign]
 
     def summary(self) -> dict[str, Any]:

@@ -386,7 +386,7 @@ def test_no_state_is_dropped_or_made_while_another_rank_may_still_find_damage(tm
     with Life(LocalStorage(tmp_path), policy=moc()) as life:
         life.state.prepare = prepared.append
         comm = OtherFindsDamage()
-        found = Recovery(StoreReader(life.storage), comm, life.state, None).attempt("step_00000006")
+        found = Recovery(life.storage, StoreReader(life.storage), comm, life.state, None).attempt("step_00000006")
         assert isinstance(found, NotUsableError)
         assert (found.kind, found.rank, found.problem) == (DAMAGED, 1, None)
         assert comm.asked == 2, "opened, verified"

@@ -23,7 +23,6 @@ from moe_ckpt.ports import StateTensor, TrainingState
 from moe_ckpt.reading.index import homes_of
 from moe_ckpt.reading.memory.slot_storage import OpenedMemory, Span
 from moe_ckpt.reading.restore import box_of, parameters_of, require_fitting
-from moe_ckpt.reading.slices import find_damage
 from moe_ckpt.reading.together import together
 from moe_ckpt.recovery.executing import Recovery, Restored, StorageSource, opening, planned, rank_of_state, say_plan
 
@@ -104,7 +103,7 @@ class LogReturn:
             plain = reader.state(manifest, rank_of_state(manifest, recovery.comm.rank))
             require_fitting(reader, manifest, recovery.state, plain.get("plain"))
 
-        return recovery.return_to(densify_together(recovery.comm, recovery.reader.storage, opened, fits))
+        return recovery.return_to(densify_together(recovery.comm, recovery.storage, opened, fits))
 
 
 class StoredLog(LoggedSteps):
@@ -126,9 +125,7 @@ class StoredLog(LoggedSteps):
 
     def verify(self) -> None:
         """Raises ``DamagedError`` if a gradient is damaged that this rank reads."""
-        for _, error in find_damage(self._reader.storage, chain.from_iterable(self.needed.values())):
-            if error is not None:
-                raise error
+        self._reader.verify(chain.from_iterable(self.needed.values()))
 
     def tensors(self) -> Sequence[StateTensor]:
         return self._state.tensors()

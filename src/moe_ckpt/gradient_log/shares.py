@@ -29,7 +29,7 @@ from moe_ckpt.ports import StateTensor, TensorMeta
 from moe_ckpt.reading.index import StoredSlice, homes_of, overlapping, split_key
 from moe_ckpt.reading.memory.slot_storage import OpenedMemory
 from moe_ckpt.reading.restore import box_of
-from moe_ckpt.reading.slices import block, find_damage
+from moe_ckpt.reading.slices import block
 
 _MODEL = "model/"
 Tell = Callable[[int, str], None]
@@ -245,10 +245,7 @@ class Densifier:
 
     def verify(self, ranks: Iterable[int]) -> None:
         """Raises ``DamagedError`` if a slice that the share of one of these ranks needs is damaged."""
-        for stored, error in find_damage(self._reader.storage, set(self.inputs(ranks))):
-            if error is not None:
-                raise error
-            self._reader.note_verified(stored)
+        self._reader.verify(self.inputs(ranks))
 
     def inputs(self, ranks: Iterable[int]) -> Iterator[StoredSlice]:
         """Yields the slices that the shares of these ranks need."""

@@ -170,22 +170,18 @@ def build_index(manifest: Manifest, headers: Mapping[str, ShardHeader]) -> Tenso
 
 
 def _ordered(tensors: Mapping[str, list[StoredSlice]]) -> dict[str, tuple[StoredSlice, ...]]:
+    """Sorts the slices of each tensor. Raises ``DamagedError`` unless they agree on its dtype and shape."""
     ordered = {key: tuple(sorted(group, key=lambda s: s.entry.offsets)) for key, group in tensors.items()}
     for group in ordered.values():
-        _check_same_tensor(group)
+        first = group[0].entry
+        for stored in group[1:]:
+            entry = stored.entry
+            if (entry.dtype, entry.global_shape) != (first.dtype, first.global_shape):
+                raise stored.damaged(
+                    f"is part of a {entry.dtype} tensor of shape {list(entry.global_shape)}, but {group[0].path} "
+                    f"has {first.dtype} of shape {list(first.global_shape)}"
+                )
     return ordered
-
-
-def _check_same_tensor(group: tuple[StoredSlice, ...]) -> None:
-    """Raises ``DamagedError`` unless all slices of a tensor have its dtype and shape."""
-    first = group[0].entry
-    for stored in group[1:]:
-        entry = stored.entry
-        if (entry.dtype, entry.global_shape) != (first.dtype, first.global_shape):
-            raise stored.damaged(
-                f"is part of a {entry.dtype} tensor of shape {list(entry.global_shape)}, but {group[0].path} "
-                f"has {first.dtype} of shape {list(first.global_shape)}"
-            )
 
 
 def prove(manifest: Manifest, index: TensorIndex) -> None:

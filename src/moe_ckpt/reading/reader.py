@@ -49,7 +49,7 @@ from moe_ckpt.reading.slices import Use, block, find_damage, read_slices, report
 from moe_ckpt.reading.step_storage import PATIENCE_SECS, StepStorage, listed_again
 from moe_ckpt.run.documents import each_step, read_commit, read_header, read_part, read_parts, read_sealed
 from moe_ckpt.storage import Storage, open_storage
-from moe_ckpt.storage.base import Chunk
+from moe_ckpt.storage.base import Chunk, ReadableStorage
 from moe_ckpt.threads import ThreadName, ahead
 
 STORE_KIND = "moe_ckpt.store"
@@ -73,7 +73,7 @@ class StoreReader:
         verified: Slices that lie in memory, and need not be verified twice.
     """
 
-    def __init__(self, storage: Storage, patience_secs: float = PATIENCE_SECS) -> None:
+    def __init__(self, storage: ReadableStorage, patience_secs: float = PATIENCE_SECS) -> None:
         self.storage = StepStorage(storage, patience_secs)
         self.identity_damage: DamagedError | None = None
         self.verified: set[StoredSlice] = set()
@@ -172,18 +172,14 @@ class StoreReader:
         self._in_memory = {record.path for record in headers}
         self._is_sound = functools.cache(is_sound)
 
-    def unverified(self, slices: Iterable[StoredSlice]) -> Iterator[StoredSlice]:
-        """Yields the slices that are not verified yet; notes the others as verified."""
-        for stored in slices:
-            if self._is_sound(stored.path):
-                self.note_verified(stored)
-            else:
-                yield stored
-
-    def note_verified(self, stored: StoredSlice) -> None:
-        """Notes a slice as undamaged, if it lies in memory. Storage may return other bytes at the next read."""
-        if stored.path in self._in_memory:
-            self.verified.add(stored)
+    def verify(self, slices: Iterable[StoredSlice]) -> None:
+        """Raises ``DamagedError`` if a slice is damaged. Later reads compare slices again unless they lie in memory:
+        storage may return other bytes at the next read."""
+        todo = set(slices)
+        for _, error in find_damage(self.storage, (stored for stored in todo if not self._is_sound(stored.path))):
+            if error is not None:
+                raise error
+        self.verified |= {stored for stored in todo if stored.path in self._in_memory}
 
     def _part(self, record: PartRecord) -> Chunk:
         with reported(record.path, step_of(record.directory)):
@@ -297,11 +293,8 @@ def check_checkpoint(reader: StoreReader, manifest: Manifest, *, slices: bool = 
             raise CoverageError(f"checkpoint {manifest.directory}", (f"step {slot.step} lacks a rank's state",))
         for record in slot.states:
             reader.state(slot, record.rank)
-    if not slices:
-        return
-    for _, error in find_damage(reader.storage, reader.index(manifest).live):
-        if error is not None:
-            raise error
+    if slices:
+        reader.verify(reader.index(manifest).live)
 
 
 def usable(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -21,7 +21,7 @@ from moe_ckpt.memory.mapping import copy_alone, page_locked
 from moe_ckpt.ports import StateTensor, TensorMeta, TensorSpec, TrainingState
 from moe_ckpt.reading.index import StoredSlice, TensorIndex, overlapping, split_key
 from moe_ckpt.reading.reader import StoreReader
-from moe_ckpt.reading.slices import RUN_NBYTES, block, find_damage
+from moe_ckpt.reading.slices import RUN_NBYTES, block
 from moe_ckpt.slices.copying import say_full
 
 if TYPE_CHECKING:
@@ -91,20 +91,6 @@ def check_match(manifest: Manifest, index: TensorIndex, live: Sequence[TensorSpe
         raise CoverageError(f"restoring checkpoint {manifest.directory}", tuple(problems))
 
 
-class _HeldParameter(NamedTuple):
-    """The blocks that this rank holds of a parameter.
-
-    Attributes:
-        shape: Of the whole parameter.
-        boxes: The blocks that this rank holds.
-        updated: Those of them that it updates (``StateTensor.updated_here``).
-    """
-
-    shape: tuple[int, ...]
-    boxes: list[Box]
-    updated: list[Box]
-
-
 def needed_slices(stored_of: StoredByKey, parameters: Sequence[StateTensor]) -> Iterator[StoredSlice]:
     """Yields the slices that this rank will read, before its optimizer state exists.
 
@@ -112,21 +98,17 @@ def needed_slices(stored_of: StoredByKey, parameters: Sequence[StateTensor]) -> 
     other state (step counts, row and column factors), which is small, always. Other ranks verify parameters that only
     they have.
     """
-    by_name: dict[str, _HeldParameter] = {}
+    by_name: dict[str, list[StateTensor]] = {}
     for tensor in parameters:
-        held = by_name.setdefault(split_key(tensor.key).fqn, _HeldParameter(tuple(tensor.global_shape), [], []))
-        held.boxes.append(box_of(tensor))
-        if tensor.updated_here:
-            held.updated.append(box_of(tensor))
+        by_name.setdefault(split_key(tensor.key).fqn, []).append(tensor)
     for key, group in stored_of.items():
-        parameter = by_name.get(split_key(key).fqn)
-        if parameter is None:
-            continue
-        if parameter.shape == group[0].entry.global_shape:
-            boxes = parameter.boxes if key.startswith(MODEL) else parameter.updated
-            yield from (stored for box in boxes for stored, _ in overlapping(group, box))
-        else:
+        blocks = by_name.get(split_key(key).fqn, [])
+        if blocks and tuple(blocks[0].global_shape) != group[0].entry.global_shape:
             yield from group
+            continue
+        for tensor in blocks:
+            if tensor.updated_here or key.startswith(MODEL):
+                yield from (stored for stored, _ in overlapping(group, box_of(tensor)))
 
 
 def verify_needed(
@@ -142,12 +124,7 @@ def verify_needed(
         shared: Says which slices other ranks verify; None if this rank verifies all.
     """
     needed = needed_slices(stored_of, parameters)
-    if shared is not None:
-        needed = filter(shared.is_read_here, needed)
-    for stored, error in find_damage(reader.storage, reader.unverified(needed)):
-        if error is not None:
-            raise error
-        reader.note_verified(stored)
+    reader.verify(needed if shared is None else filter(shared.is_read_here, needed))
 
 
 def prepare_state(state: TrainingState, stored: Mapping[str, TensorMeta]) -> None:

@@ -16,7 +16,7 @@ from moe_ckpt.ledger.coverage import Box
 from moe_ckpt.memory.left_slots import READERS
 from moe_ckpt.memory.mapping import page_locked
 from moe_ckpt.reading.index import StoredSlice
-from moe_ckpt.storage.base import Storage
+from moe_ckpt.storage.base import ReadableStorage
 from moe_ckpt.threads import ThreadName, ahead
 
 BadSlice = DamagedError | StoreUnreadableError
@@ -29,7 +29,7 @@ clear again: reads of 64 MiB take four times as long."""
 
 
 def read_slices(
-    storage: Storage,
+    storage: ReadableStorage,
     slices: Iterable[StoredSlice],
     verified: Collection[StoredSlice] = frozenset(),
     *,
@@ -50,21 +50,21 @@ def read_slices(
         StepRemovedError: The step was removed meanwhile, if ``storage`` can tell.
     """
     read = partial(_read_run, storage, verified=verified, locked=locked)
-    for run, raw in ahead(ThreadName.READ, READERS, read, _runs(slices)):
-        for stored in run:
-            yield stored, _as_tensor(stored, raw, stored.offset - run[0].offset)
+    for pairs in ahead(ThreadName.READ, READERS, read, _runs(slices)):
+        yield from pairs
 
 
-def use_slices(storage: Storage, slices: Iterable[StoredSlice], verified: Collection[StoredSlice], use: Use) -> None:
+def use_slices(
+    storage: ReadableStorage, slices: Iterable[StoredSlice], verified: Collection[StoredSlice], use: Use
+) -> None:
     """Calls ``use`` with each slice and its verified values, on the threads that have read them, in no order.
 
     Arguments as of ``read_slices``, and raises as that does: after slices that follow in the files may have been used.
     """
 
     def read_and_use(run: list[StoredSlice]) -> None:
-        _, raw = _read_run(storage, run, verified, locked=False)
-        for stored in run:
-            use(stored, _as_tensor(stored, raw, stored.offset - run[0].offset))
+        for stored, values in _read_run(storage, run, verified):
+            use(stored, values)
 
     for _ in ahead(ThreadName.READ, READERS, read_and_use, _runs(slices)):
         pass
@@ -75,11 +75,11 @@ _Raw = bytearray | memoryview | torch.Tensor
 
 
 def _read_run(
-    storage: Storage, run: list[StoredSlice], verified: Collection[StoredSlice], *, locked: bool
-) -> tuple[list[StoredSlice], _Raw]:
-    """Returns a run and its bytes, verified. On any thread; as of ``read_slices``."""
+    storage: ReadableStorage, run: list[StoredSlice], verified: Collection[StoredSlice] = (), *, locked: bool = False
+) -> list[tuple[StoredSlice, torch.Tensor]]:
+    """Returns each slice of a run with its verified values. On any thread; arguments as of ``read_slices``."""
     first = run[0]
-    raw = _read(storage, first, first.offset, sum(stored.nbytes for stored in run))
+    raw: _Raw = _read(storage, first, first.offset, sum(stored.nbytes for stored in run))
     for stored in run:
         begin = stored.offset - first.offset
         with memoryview(raw) as view, view[begin : begin + stored.nbytes] as part:
@@ -88,11 +88,13 @@ def _read_run(
             if stored not in verified:
                 _compare(stored, xxhash.xxh3_64_intdigest(part))
     if locked and 0 < len(raw) <= RUN_NBYTES:
-        return run, page_locked(torch.frombuffer(raw, dtype=torch.uint8))
-    return run, raw
+        raw = page_locked(torch.frombuffer(raw, dtype=torch.uint8))
+    return [(stored, _as_tensor(stored, raw, stored.offset - first.offset)) for stored in run]
 
 
-def find_damage(storage: Storage, slices: Iterable[StoredSlice]) -> Iterator[tuple[StoredSlice, BadSlice | None]]:
+def find_damage(
+    storage: ReadableStorage, slices: Iterable[StoredSlice]
+) -> Iterator[tuple[StoredSlice, BadSlice | None]]:
     """Yields each slice with its error, or None for a good one, in file order and in bounded memory.
 
     Raises:
@@ -103,9 +105,9 @@ def find_damage(storage: Storage, slices: Iterable[StoredSlice]) -> Iterator[tup
         yield from zip(run, errors, strict=True)
 
 
-def _check_run(storage: Storage, run: list[StoredSlice]) -> tuple[list[StoredSlice], list[BadSlice | None]]:
+def _check_run(storage: ReadableStorage, run: list[StoredSlice]) -> tuple[list[StoredSlice], list[BadSlice | None]]:
     """Returns a run, and the error of each of its slices. On any thread."""
-    if len(run) > 1 and _error_of(partial(_read_run, storage, run, (), locked=False)) is None:
+    if len(run) > 1 and _error_of(partial(_read_run, storage, run)) is None:
         return run, [None] * len(run)
     return run, [_error_of(partial(_check, storage, stored)) for stored in run]  # which is damaged, and why
 
@@ -121,7 +123,7 @@ def _error_of(read: Callable[[], object]) -> BadSlice | None:
     return None
 
 
-def _check(storage: Storage, stored: StoredSlice) -> None:
+def _check(storage: ReadableStorage, stored: StoredSlice) -> None:
     hasher = xxhash.xxh3_64()
     done = 0
     while done < stored.nbytes:
@@ -138,7 +140,7 @@ def _compare(stored: StoredSlice, actual: int) -> None:
         raise stored.damaged(f"checksum mismatch: {actual:016x}, written was {stored.entry.checksum:016x}")
 
 
-def _read(storage: Storage, stored: StoredSlice, offset: int, nbytes: int) -> bytearray | memoryview:
+def _read(storage: ReadableStorage, stored: StoredSlice, offset: int, nbytes: int) -> bytearray | memoryview:
     with reported(stored.path, stored.file.step, stored.file.rank):
         raw = storage.read(stored.path, offset, nbytes)
     return bytearray(raw) if isinstance(raw, bytes) else raw

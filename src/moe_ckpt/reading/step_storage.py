@@ -15,12 +15,12 @@ import errno
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection
 from typing import TypeVar
 
 from moe_ckpt.errors import MoECheckpointError, StepRemovedError
 from moe_ckpt.format.manifest import MANIFEST_NAME, Manifest
-from moe_ckpt.storage.base import Chunk, Storage
+from moe_ckpt.storage.base import Chunk, ReadableStorage
 
 log = logging.getLogger("moe_ckpt")
 
@@ -45,15 +45,15 @@ class StepStorage:
     """Another storage's files. Reads that fail are tried again, and a step that was removed is told from a damaged one.
 
     Reads are tried again with growing pauses until ``patience_secs`` are used up. The time is that of all reads
-    together, pauses only: a disk that is dead costs it once, not once per file. After that errors pass at once. What
-    writes or deletes is passed on as it is. May be used by several threads.
+    together, pauses only: a disk that is dead costs it once, not once per file. After that errors pass at once. May
+    be used by several threads.
 
     ``read`` and ``size`` raise ``StepRemovedError`` in place of ``FileNotFoundError`` if each step that needs the file
     was there before, and is gone.
     """
 
     def __init__(
-        self, inner: Storage, patience_secs: float = PATIENCE_SECS, sleep: Callable[[float], None] = time.sleep
+        self, inner: ReadableStorage, patience_secs: float = PATIENCE_SECS, sleep: Callable[[float], None] = time.sleep
     ) -> None:
         self.inner = inner
         self.root = inner.root
@@ -143,23 +143,6 @@ class StepStorage:
             granted = min(wanted_secs, self._left_secs)
             self._left_secs -= granted
             return granted
-
-    # --- passed on ---
-
-    def probe(self) -> None:
-        self.inner.probe()
-
-    def write(self, path: str, chunks: Iterable[Chunk]) -> int:
-        return self.inner.write(path, chunks)
-
-    def delete(self, path: str) -> None:
-        self.inner.delete(path)
-
-    def delete_dir(self, path: str) -> None:
-        self.inner.delete_dir(path)
-
-    def clean_temporaries(self, path: str) -> int:
-        return self.inner.clean_temporaries(path)
 
 
 def _may_pass(error: OSError) -> bool:

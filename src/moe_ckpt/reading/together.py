@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from moe_ckpt.comm.communicator import largest
 from moe_ckpt.errors import (
@@ -46,13 +46,37 @@ class NotUsableError(Exception):
 
 
 def by_rank_zero(comm: Communicator, action: Callable[[], T], doing: str) -> T:
-    """Returns the result of ``action`` on rank 0, plain data, on every rank. A collective.
+    """Calls ``action`` on rank 0, and returns its result, plain data, on every rank. A collective.
 
-    For looks at a store, which may change meanwhile. If ``action`` raises an error, rank 0
+    Ranks look at a store this way because it may change between two looks. If ``action`` raises an error, rank 0
     raises that, and the others ``StoreError`` with its message: "rank 0 cannot <doing>: ...".
     """
-    answer = RankZeroAnswer.of(action if comm.rank == 0 else None)
-    return answer.taken(json.loads(comm.broadcast(json.dumps(answer.payload).encode())), doing)
+    answer, problem = tried(action) if comm.rank == 0 else ({}, None)
+    result: T = accepted(json.loads(comm.broadcast(json.dumps(answer).encode())), problem, doing)
+    return result
+
+
+def tried(action: Callable[[], object]) -> tuple[dict[str, Any], Exception | None]:
+    """Calls ``action``, and returns what rank 0 sends to other ranks for ``accepted``, with the error, if any."""
+    try:
+        return {"result": action()}, None
+    except Exception as error:  # whatever it is, the other ranks are waiting for an answer
+        return {"error": f"{type(error).__name__}: {error}"}, error
+
+
+def accepted(answer: Mapping[str, Any], problem: Exception | None, doing: str) -> Any:
+    """Returns the result that rank 0 sent, or raises its error, as ``by_rank_zero`` does.
+
+    Args:
+        answer: Of rank 0.
+        problem: On rank 0, its own error.
+        doing: What rank 0 tried, for the message.
+    """
+    if problem is not None:
+        raise problem
+    if "error" in answer:
+        raise StoreError(f"rank 0 cannot {doing}: {answer['error']}")
+    return answer["result"]
 
 
 def require_committed(comm: Communicator, storage: StepStorage, directory: str) -> None:
@@ -62,38 +86,6 @@ def require_committed(comm: Communicator, storage: StepStorage, directory: str) 
     """
     if not by_rank_zero(comm, lambda: storage.is_committed(directory), f"look for {directory} again"):
         raise StepRemovedError(storage.root, (directory,), f"{directory}/{MANIFEST_NAME}") from None
-
-
-@dataclass(frozen=True)
-class RankZeroAnswer(Generic[T]):
-    """The result of rank 0, for all ranks, where it travels with something else. See ``by_rank_zero``.
-
-    Attributes:
-        payload: Of this rank: plain data; empty on all but rank 0.
-        problem: Rank 0's own.
-    """
-
-    payload: Mapping[str, Any]
-    problem: Exception | None = None
-
-    @classmethod
-    def of(cls, action: Callable[[], T] | None) -> RankZeroAnswer[T]:
-        """Looks, on rank 0; None on others."""
-        if action is None:
-            return cls({})
-        try:
-            return cls({"found": action()})
-        except Exception as error:  # whatever it is, the other ranks are waiting for an answer
-            return cls({"error": f"{type(error).__name__}: {error}"}, error)
-
-    def taken(self, answer: Mapping[str, Any], doing: str) -> T:
-        """Returns what rank 0 answered."""
-        if self.problem is not None:
-            raise self.problem
-        if "error" in answer:
-            raise StoreError(f"rank 0 cannot {doing}: {answer['error']}")
-        result: T = answer["found"]
-        return result
 
 
 def together(comm: Communicator, action: Callable[[], T]) -> T:

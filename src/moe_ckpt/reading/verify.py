@@ -6,7 +6,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from itertools import chain
 
 from moe_ckpt.errors import CoverageError, DamagedError, StepRemovedError, StoreForbiddenError, StoreUnreadableError
 from moe_ckpt.format.manifest import MANIFEST_NAME, STORE_NAME, FileRecord, Manifest
@@ -16,7 +15,7 @@ from moe_ckpt.reading.index import StoredSlice, TensorIndex, build_index, prove
 from moe_ckpt.reading.reader import StoreReader
 from moe_ckpt.reading.slices import BadSlice, find_damage, reported
 from moe_ckpt.run.documents import read_sealed
-from moe_ckpt.storage.base import Storage
+from moe_ckpt.storage.base import ReadableStorage
 from moe_ckpt.threads import ThreadName, named_pool
 
 _READERS = 4
@@ -120,7 +119,7 @@ def verify_steps(reader: StoreReader, directories: Sequence[str], progress: Prog
     return Verified(tuple(damages), usable, removed)
 
 
-def _check_finished(storage: Storage, findings: _Findings) -> None:
+def _check_finished(storage: ReadableStorage, findings: _Findings) -> None:
     """Checks ``finished.json``, which no step needs, where a run has left one."""
     if storage.exists(FINISHED_NAME):
         try:
@@ -176,23 +175,22 @@ def _index(reader: StoreReader, manifest: Manifest, findings: _Findings) -> Tens
     return None
 
 
-def _check_slices(storage: Storage, findings: _Findings, progress: Progress) -> None:
+def _check_slices(storage: ReadableStorage, findings: _Findings, progress: Progress) -> None:
     """Checks every slice of every shard with a good header, superseded ones too."""
     groups = [[StoredSlice(entry, record) for entry in header.slices] for record, header in findings.headers.items()]
     total = sum(stored.nbytes for group in groups for stored in group)
     lock = threading.Lock()
     done = 0
 
-    def check(group: list[StoredSlice]) -> list[tuple[StoredSlice, BadSlice]]:
+    def check(group: list[StoredSlice]) -> None:
         nonlocal done
-        bad = []
         remaining = sum(stored.nbytes for stored in group)
         try:
             for stored, error in find_damage(storage, group):
-                if error is not None:
-                    bad.append((stored, error))
                 remaining -= stored.nbytes
                 with lock:
+                    if error is not None:
+                        findings.add(error, findings.users.get(stored, ()))
                     done += stored.nbytes
                     progress(done, total)
         except StepRemovedError as removed:  # and the file with all its users, so that the rest of it counts as done
@@ -200,8 +198,7 @@ def _check_slices(storage: Storage, findings: _Findings, progress: Progress) -> 
                 findings.removed.update(removed.directories)
                 done += remaining
                 progress(done, total)
-        return bad
 
     with named_pool(ThreadName.VERIFY, _READERS) as pool:
-        for stored, error in chain.from_iterable(pool.map(check, groups)):
-            findings.add(error, findings.users.get(stored, ()))
+        for _ in pool.map(check, groups):
+            pass  # raises what a thread raised

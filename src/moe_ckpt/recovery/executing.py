@@ -40,6 +40,7 @@ from moe_ckpt.reading.slices import in_order
 from moe_ckpt.reading.together import NotUsableError, together, together_and_most
 from moe_ckpt.recovery.recovery_plan import ABSENT, Inventory, RecoveryPlan, plan_recovery
 from moe_ckpt.recovery.replay import StepReplay
+from moe_ckpt.storage.base import Storage
 
 log = logging.getLogger("moe_ckpt")
 
@@ -356,6 +357,7 @@ class Recovery:
     """Returns to a checkpoint. On every rank, on the training thread.
 
     Attributes:
+        storage: Of the store, into which a guest may write a checkpoint.
         reader: Of the store.
         comm: The ranks.
         state: Its tensors are written.
@@ -363,6 +365,7 @@ class Recovery:
         open_log: Begins the return to a step of a gradient log; None where nobody can.
     """
 
+    storage: Storage
     reader: StoreReader
     comm: Communicator
     state: TrainingState

@@ -106,7 +106,7 @@ def resume_newest(
     """
     read_ahead.end()
     reader = StoreReader(storage, read_patience_secs)
-    recovery = Recovery(reader, comm, state, admits, open_log)
+    recovery = Recovery(storage, reader, comm, state, admits, open_log)
     has_slots = tier is not None and (tier.outlives_process or any(largest(comm, [bool(tier.left_slots.slots)])))
     memory = None if tier is None or not has_slots else MemoryCheckpoints(comm, tier, reader)
     listing = f"list the store {reader.storage.root}"

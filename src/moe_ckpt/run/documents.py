@@ -26,7 +26,7 @@ from moe_ckpt.format.run_records import FINISHED_NAME, Finished
 from moe_ckpt.format.sealed import FRAME_NBYTES, MAX_SEALED_BYTES, digest, require_frame
 from moe_ckpt.format.shard import MAX_HEADER_BYTES, ShardHeader, decode_header
 from moe_ckpt.ports import Communicator
-from moe_ckpt.storage.base import Chunk, Storage
+from moe_ckpt.storage.base import Chunk, ReadableStorage, Storage
 from moe_ckpt.threads import ThreadName, ahead
 
 _READERS = 16
@@ -38,7 +38,7 @@ _warned_of: set[tuple[str, str]] = set()
 """(root, name) of the links that this process has warned of."""
 
 
-def each_step(storage: Storage, look: Callable[[str], Description]) -> dict[str, Description]:
+def each_step(storage: ReadableStorage, look: Callable[[str], Description]) -> dict[str, Description]:
     """Step directory -> what ``look`` says of it, ordered by (generation, step).
 
     A symbolic link that is named like a step and leads out of the store is skipped, with one warning per process:
@@ -59,7 +59,7 @@ def each_step(storage: Storage, look: Callable[[str], Description]) -> dict[str,
     return described
 
 
-def read_sealed(storage: Storage, path: str) -> Chunk:
+def read_sealed(storage: ReadableStorage, path: str) -> Chunk:
     """The bytes of a sealed document (``store.json``, a manifest, a part, a state file), not yet unsealed.
 
     Raises:
@@ -76,7 +76,7 @@ def read_sealed(storage: Storage, path: str) -> Chunk:
     return storage.read(path, 0, nbytes)
 
 
-def read_commit(storage: Storage, directory: str) -> Manifest:
+def read_commit(storage: ReadableStorage, directory: str) -> Manifest:
     """The commit record of a step directory, without what its parts hold.
 
     Raises:
@@ -92,7 +92,7 @@ def read_commit(storage: Storage, directory: str) -> Manifest:
     return manifest
 
 
-def read_manifest(storage: Storage, directory: str, cached_parts: MutableMapping[PartRecord, Part]) -> Manifest:
+def read_manifest(storage: ReadableStorage, directory: str, cached_parts: MutableMapping[PartRecord, Part]) -> Manifest:
     """The commit record of a step directory, with all that its parts hold.
 
     Args:
@@ -129,7 +129,7 @@ def read_parts(
     return [cached_parts[record] for record in manifest.parts]
 
 
-def read_part(storage: Storage, record: PartRecord) -> Chunk:
+def read_part(storage: ReadableStorage, record: PartRecord) -> Chunk:
     """The bytes of a part that a manifest names, not yet decoded.
 
     Raises:
@@ -146,7 +146,7 @@ def read_part(storage: Storage, record: PartRecord) -> Chunk:
     return raw
 
 
-def read_header(storage: Storage, record: FileRecord) -> ShardHeader:
+def read_header(storage: ReadableStorage, record: FileRecord) -> ShardHeader:
     """The header of a shard, after its size and checksum were compared with the manifest's.
 
     Raises:
@@ -206,7 +206,7 @@ def write_finished(
         )
 
 
-def read_finished(storage: Storage, comm: Communicator, manifest: Manifest) -> Finished | None:
+def read_finished(storage: ReadableStorage, comm: Communicator, manifest: Manifest) -> Finished | None:
     """Returns the end of the run whose newest checkpoint is ``manifest``; None if nothing says that it ended there.
 
     A collective, called by all ranks before training.
@@ -219,7 +219,7 @@ def read_finished(storage: Storage, comm: Communicator, manifest: Manifest) -> F
     return finished if end == (manifest.run_id, manifest.step, manifest.generation) else None
 
 
-def _finished_of(storage: Storage) -> bytes:
+def _finished_of(storage: ReadableStorage) -> bytes:
     """The record of the end, if there is one that can be used."""
     try:
         raw = bytes(read_sealed(storage, FINISHED_NAME))

@@ -29,7 +29,7 @@ from moe_ckpt.reading.step_storage import PATIENCE_SECS, StepStorage
 from moe_ckpt.reading.together import by_rank_zero
 from moe_ckpt.run.context import RunContext
 from moe_ckpt.run.documents import read_commit, read_header, read_manifest, read_sealed
-from moe_ckpt.storage.base import Storage
+from moe_ckpt.storage.base import ReadableStorage, Storage
 from moe_ckpt.storage.lock import StoreLock
 from moe_ckpt.tiers import host_tier
 from moe_ckpt.tiers.host_memory import open_memory
@@ -105,7 +105,7 @@ def _open(
         patient = StepStorage(storage, patience_secs)
         names = patient.list()
         steps = {name: parsed for name in names if (parsed := parse_step_dir(name)) is not None}
-        identity = _identity(patient, names, sorted(steps))
+        identity = _identity(storage, patient, names, sorted(steps))
         if identity is None:
             identity = Identity(secrets.token_hex(16), fingerprint, time.time())
             storage.write(STORE_NAME, [identity.encode()])
@@ -121,21 +121,27 @@ def _open(
     return identity.run_id, generation, keeper
 
 
-def _identity(storage: Storage, names: list[str], directories: list[str]) -> Identity | None:
-    """Whose store this is; None for a new one.
+def _identity(storage: Storage, patient: ReadableStorage, names: list[str], directories: list[str]) -> Identity | None:
+    """Returns whose store this is; None for a new one.
 
     A damaged or lost store.json is written again from the manifests, which repeat what it said.
+
+    Args:
+        storage: Of the store.
+        patient: The same, for reading.
+        names: What lies in it.
+        directories: The step directories among them.
     """
     where = f"{storage.root}/{STORE_NAME}"
     trouble = f"{where} is missing"
     if STORE_NAME in names:
         try:
-            return Identity.decode(read_sealed(storage, STORE_NAME), where)
+            return Identity.decode(read_sealed(patient, STORE_NAME), where)
         except DamagedError as damage:
             trouble = str(damage)
     elif not directories:
         return None
-    identities = [identity for name in directories if (identity := _identity_of(storage, name)) is not None]
+    identities = [identity for name in directories if (identity := _identity_of(patient, name)) is not None]
     runs = {(identity.run_id, identity.fingerprint) for identity in identities}
     if len(runs) > 1 or (directories and not runs):
         raise StoreError(
@@ -150,7 +156,7 @@ def _identity(storage: Storage, names: list[str], directories: list[str]) -> Ide
     return identities[0]
 
 
-def _identity_of(storage: Storage, directory: str) -> Identity | None:
+def _identity_of(storage: ReadableStorage, directory: str) -> Identity | None:
     """Identity according to one step's manifest; None if it has none that can be read."""
     try:
         manifest = read_commit(storage, directory)
@@ -159,7 +165,7 @@ def _identity_of(storage: Storage, directory: str) -> Identity | None:
     return Identity(manifest.run_id, manifest.model.fingerprint, manifest.created_unix_secs)
 
 
-def describe_differences(storage: Storage, directories: Sequence[str], here: Shapes) -> str:
+def describe_differences(storage: ReadableStorage, directories: Sequence[str], here: Shapes) -> str:
     """Describes how the newest readable checkpoint's parameters differ from ``here``; "" where that cannot be told.
 
     Args:

@@ -35,44 +35,16 @@ class Stamped(Protocol):
         ...
 
 
-@runtime_checkable
-class Storage(Protocol):
-    """Durable bytes under one root. Methods raise ``OSError`` (or a subclass) when storage fails.
+class ReadableStorage(Protocol):
+    """The bytes under one root, for whoever only reads them. Methods raise ``OSError`` when storage fails.
 
-    Called from the persist thread of each rank and, before training, from the main thread; for the same path never from
-    two threads at once, but that a restore reads a file by several.
+    Several threads may read the same file at once.
 
     Attributes:
         root: Directory or URL.
     """
 
     root: str
-
-    def probe(self) -> None:
-        """Create the root if need be and prove that it can be written. Called before training starts.
-
-        Raises:
-            StoreUnwritableError: Names the root and the reason.
-        """
-        ...
-
-    def write(self, path: str, chunks: Iterable[Chunk]) -> int:
-        """Durably create a file, all or nothing.
-
-        When it returns, the bytes survive a power loss and the name is visible. Until it returns, no reader sees the
-        name. Parent directories are made as needed. After an error nothing is left behind.
-
-        Args:
-            path: POSIX-style, relative to the root.
-            chunks: The bytes, one after the other.
-
-        Returns:
-            The file's size in bytes.
-
-        Raises:
-            FileExistsError: ``path`` exists: files are never overwritten.
-        """
-        ...
 
     def read(self, path: str, offset: int = 0, nbytes: int | None = None) -> Chunk:
         """Returns bytes ``[offset, offset + nbytes)``, fewer when the file ends early.
@@ -101,6 +73,41 @@ class Storage(Protocol):
 
     def exists(self, path: str) -> bool:
         """Returns whether there is a file or directory of that name."""
+        ...
+
+
+@runtime_checkable
+class Storage(ReadableStorage, Protocol):
+    """Durable bytes under one root, which can also be written.
+
+    Called from the persist thread of each rank and, before training, from the main thread; no path is written or
+    deleted while another thread uses it.
+    """
+
+    def probe(self) -> None:
+        """Create the root if need be and prove that it can be written. Called before training starts.
+
+        Raises:
+            StoreUnwritableError: Names the root and the reason.
+        """
+        ...
+
+    def write(self, path: str, chunks: Iterable[Chunk]) -> int:
+        """Durably create a file, all or nothing.
+
+        When it returns, the bytes survive a power loss and the name is visible. Until it returns, no reader sees the
+        name. Parent directories are made as needed. After an error nothing is left behind.
+
+        Args:
+            path: POSIX-style, relative to the root.
+            chunks: The bytes, one after the other.
+
+        Returns:
+            The file's size in bytes.
+
+        Raises:
+            FileExistsError: ``path`` exists: files are never overwritten.
+        """
         ...
 
     def delete(self, path: str) -> None:

@@ -60,7 +60,7 @@ from moe_ckpt.reading.memory.slot_views import (
     unpacked_headers,
 )
 from moe_ckpt.reading.reader import StoreReader
-from moe_ckpt.reading.together import RankZeroAnswer
+from moe_ckpt.reading.together import accepted, tried
 from moe_ckpt.slices.compiling import GRADIENTS
 
 log = logging.getLogger("moe_ckpt")
@@ -105,11 +105,11 @@ class MemoryCheckpoints:
         self._noted: set[int] = set()
         self._of_other_layout: set[Share] = set()
         self._slots = tier.left_slots.slots
-        answer = RankZeroAnswer.of(reader.directories if comm.rank == 0 else None)
         shares = [vars(share) for share in shares_of(self._slots, comm.rank, tier.node)]
-        here = [answer.payload, [str(slot.slot.path) for slot in self._slots], shares]
+        listed, problem = tried(reader.directories) if comm.rank == 0 else ({}, None)
+        here = [listed, [str(slot.slot.path) for slot in self._slots], shares]
         ranks = [json.loads(raw) for raw in comm.everyone(json.dumps(here, default=vars).encode())]
-        self.stored = answer.taken(ranks[0][0], f"list the store {reader.storage.root}")
+        self.stored: list[str] = accepted(ranks[0][0], problem, f"list the store {reader.storage.root}")
         self.shares: list[Share] = []
         self.paths: dict[tuple[int, int], str] = {}
         for holder, (_, paths, offered) in enumerate(ranks):

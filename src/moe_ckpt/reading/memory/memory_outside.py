@@ -39,7 +39,6 @@ from moe_ckpt.reading.memory.memory_checkpoints import MemoryCheckpoints
 from moe_ckpt.reading.memory.memory_shares import MemoryCheckpoint, checkpoints_of, snapshots_of, without
 from moe_ckpt.reading.memory.slot_storage import OpenedMemory
 from moe_ckpt.reading.reader import StoreReader, check_checkpoint
-from moe_ckpt.reading.slices import find_damage
 
 log = logging.getLogger("moe_ckpt")
 
@@ -239,10 +238,7 @@ def memory_step(reader: StoreReader, roots: Sequence[str], step: int | None) -> 
 def verify_opened(opened: OpenedMemory) -> None:
     """Reads every byte of a checkpoint, the gradients of a log included. Raises as ``check_checkpoint``."""
     check_checkpoint(opened.reader, opened.manifest)
-    slices = (stored for snapshot in opened.logged for stored in snapshot.gradients)
-    for _, damage in find_damage(opened.reader.storage, slices):
-        if damage is not None:
-            raise damage
+    opened.reader.verify(stored for snapshot in opened.logged for stored in snapshot.gradients)
 
 
 def _because(damages: Sequence[str]) -> str:

@@ -12,7 +12,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ from moe_ckpt.reading.reader import StoreReader
 from moe_ckpt.reading.reading_shares import SlotSpan, routes_of
 from moe_ckpt.reading.shared_reading import hand_on
 from moe_ckpt.reading.together import STOPS, NotUsableError
-from moe_ckpt.storage.base import Chunk, Storage
+from moe_ckpt.storage.base import Chunk, ReadableStorage
 
 STATE = -1
 """Place of a rank's state file among the parts of its slot."""
@@ -80,7 +80,7 @@ def _place_of(places: _Places, run: SlotSpan) -> torch.Tensor:
 
 @dataclass
 class SlotStorage:
-    """A store as ``storage`` has it, but for ``files``, which come from slots. For reading only.
+    """A store as ``storage`` has it, but for ``files``, which come from slots.
 
     Attributes:
         storage: Of the store.
@@ -93,7 +93,7 @@ class SlotStorage:
         places: Where memory is, for people: what this rank reaches as files, and the rest; or all of it.
     """
 
-    storage: Storage
+    storage: ReadableStorage
     comm: Communicator
     node: str
     slots: Mapping[int, FoundSlot]
@@ -201,10 +201,10 @@ class SlotStorage:
             self._opened[share] = opened
         return self._opened[share]
 
-    # --- Storage ---
+    # --- ReadableStorage ---
 
     def read(self, path: str, offset: int = 0, nbytes: int | None = None) -> Chunk:
-        """See ``Storage``. Without a copy where the bytes lie in one piece."""
+        """See ``ReadableStorage``. Without a copy where the bytes lie in one piece."""
         file = self.files.get(path)
         if file is None:
             return self.storage.read(path, offset, nbytes)
@@ -216,21 +216,16 @@ class SlotStorage:
         return first if end <= head else b"".join([first, self._bytes_of(path, 0, end - head)])
 
     def size(self, path: str) -> int:
-        """See ``Storage``."""
+        """See ``ReadableStorage``."""
         file = self.files.get(path)
         return self.storage.size(path) if file is None else len(file.header) + file.nbytes
 
     def exists(self, path: str) -> bool:
-        """See ``Storage``."""
+        """See ``ReadableStorage``."""
         return path in self.files or self.storage.exists(path)
 
-    def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise OSError("memory slots are read-only")
-
-    probe = write = delete = delete_dir = clean_temporaries = _refuse
-
     def list(self, path: str = "") -> list[str]:
-        """See ``Storage``; without what is in memory only."""
+        """See ``ReadableStorage``; without what is in memory only."""
         return self.storage.list(path)
 
 

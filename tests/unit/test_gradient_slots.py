@@ -9,6 +9,7 @@ import pytest
 
 from moe_ckpt.core.anchors import MOST_SLOTS, NONE, Anchors
 from moe_ckpt.core.step import Step
+from moe_ckpt.format.slot import GRADIENTS
 from moe_ckpt.ledger.retention import MemoryStep, is_live, live_groups, needed, newest_checkpoint
 from moe_ckpt.policies.rolling import held_bytes_per_parameter, most_held_bytes_per_parameter
 from moe_ckpt.reading.memory.memory_shares import Share, checkpoints_of, without
@@ -149,12 +150,16 @@ def test_a_checkpoint_is_complete_with_the_gradients_that_lead_to_it_and_no_othe
     second = share(2, since=0, groups=((2,), (3,)), pieces=(0,), held=(8,))  # of group 3 this rank has nothing
     newest, older, oldest = checkpoints_of([dense, first, second])
     assert newest.is_complete
-    assert [sorted(beside) for _, beside in newest.with_gradients()] == [[], [(0, 1)], [(0, 0)]]
-    assert newest.present_writers == {0}
+    assert [[held[0].key for held in slots[1:]] for slots in newest.slots()] == [
+        [],
+        [(0, GRADIENTS, 1)],
+        [(0, GRADIENTS, 0)],
+    ]
+    assert newest.lost_writers == ()
     assert not older.is_complete, "it needs what is gone"
-    assert older.present_writers == frozenset()
+    assert older.lost_writers == (0,)
     assert oldest.is_complete
-    numbers = [one.number for _, beside in newest.with_gradients() for those in beside.values() for one in those]
+    numbers = [one.number for slots in newest.slots() for held in slots[1:] for one in held]
     assert numbers == [7, 8]
     for bad in (7, 8):
         lacking, *_ = checkpoints_of(without([dense, first, second], {(0, bad)}))
@@ -162,7 +167,5 @@ def test_a_checkpoint_is_complete_with_the_gradients_that_lead_to_it_and_no_othe
         copy = replace(second if bad == 8 else first, holder=1, number=3, held=(4,) if bad == 8 else (-1, 4))
         found, *_ = checkpoints_of(without([dense, first, second, copy], {(0, bad)}))
         assert found.is_complete, "somebody else has a copy"
-        assert {one.number for _, those in found.with_gradients() for each in those.values() for one in each} == {
-            15 - bad,
-            4,
-        }
+        gradients = [one for slots in found.slots() for held in slots for one in held if one.only == GRADIENTS]
+        assert {one.number for one in gradients} == {15 - bad, 4}

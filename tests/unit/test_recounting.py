@@ -37,7 +37,7 @@ def summed(recounted=(), *, agreed=False) -> list[list[int]]:
     """
     found = SnapshotFacts()
     for rank, own in enumerate(COUNTED):
-        found.add(rank, Described((0, ""), (), None if agreed and rank == 0 else own), None)
+        found.add(Described((rank, "", 0), rank_tokens=None if agreed and rank == 0 else own))
     found.facts = Facts(0, "", BEFORE, counted=None if agreed else COUNTED[0])
     found.settle(recounted)
     return found.require_facts(7).applied.tolist()

@@ -188,7 +188,7 @@ class _PassedOver:
         """One more, which memory has. A collective."""
         self._note_damage(failure.problem, memory.used)
         diverged = failure.kind == DIVERGED
-        memory.set_aside(directory, failure.problem, diverged=diverged)
+        memory.quarantine(memory.set_aside(directory, failure.problem, diverged=diverged) or ())
         if diverged:
             self.diverged = self.diverged or (failure, directory)
             if self._rank == 0:

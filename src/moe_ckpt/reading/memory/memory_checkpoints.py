@@ -49,7 +49,6 @@ from moe_ckpt.reading.memory.memory_shares import (
 )
 from moe_ckpt.reading.memory.slot_storage import LoggedSnapshot, OpenedMemory, RankMemory, SlotFile, SlotStorage
 from moe_ckpt.reading.memory.slot_views import (
-    Described,
     LaidSnapshots,
     Layer,
     SlotFiles,
@@ -167,17 +166,23 @@ class MemoryCheckpoints:
         described += self.describe(older) if older else []
         return lambda: self._opened(checkpoint, older, described, self._beneath(base))
 
-    def set_aside(self, directory: str, problem: Exception | None, *, diverged: bool = False) -> None:
-        """A checkpoint cannot be used as it is: take nothing more from the slots that ranks found damage in.
+    def set_aside(
+        self, directory: str, problem: Exception | None, *, diverged: bool = False
+    ) -> set[tuple[int, int]] | None:
+        """Excludes what makes a checkpoint unusable, so that it can be made of something else. A collective.
 
-        A collective. Where that changes nothing, the checkpoint is not offered again. If what it is laid over on
-        storage is damaged, it is laid over an older one. What another number of ranks wrote stays until this run has a
-        checkpoint of its own: the number may be a mistake.
+        Slots in which some rank found damage are not used any more. If the checkpoint on storage that memory is laid
+        over is damaged, an older one is taken. Slots that another number of ranks wrote stay until this run has a
+        checkpoint of its own, since the number may be a mistake.
 
         Args:
             directory: Of the checkpoint.
             problem: This rank's own, if any.
             diverged: Updates of a gradient log came to another state on some rank: none of the log's are made again.
+
+        Returns:
+            (holder, number) of each damaged slot; None if nothing could be excluded, so that the checkpoint as a whole
+            is not offered again.
         """
         if isinstance(problem, OtherLayoutError):
             self._of_other_layout |= set(self.used.values())
@@ -191,22 +196,27 @@ class MemoryCheckpoints:
         self._bad_base = ""
         bases = {name for _, name, _ in answers if name}
         self._bad_bases |= bases
-        bad = {tuple(culprit) for culprit, _, _ in answers if culprit}
-        for holder, number in sorted(bad):
-            if holder == self._comm.rank:
-                slot = self._slots[number].slot
-                slot.quarantine()
-                log.warning("the memory slot %s is damaged: it is set aside, and not used", slot.path)
+        bad = {(holder, number) for holder, number in (culprit for culprit, _, _ in answers if culprit)}
         self.shares = without(self.shares, bad)
         if diverged:
             self.shares = without_log(self.shares, age_of(directory)[0])
         if bad or bases or diverged:
-            return
-        count = len(self.shares)  # without what stands in for a rank's own share there may be another of the step
-        of_step = [share for share in self.shares if share.directory == directory]
-        self.shares = [share for share in self.shares if not share.only or share not in of_step]
-        if len(self.shares) == count:
-            self._given_up.add(directory)
+            return bad
+        # Without what stands in for a rank's own share there may be another checkpoint of the step.
+        shares = [share for share in self.shares if not (share.only and share.directory == directory)]
+        if len(shares) < len(self.shares):
+            self.shares = shares
+            return bad
+        self._given_up.add(directory)
+        return None
+
+    def quarantine(self, slots: Iterable[tuple[int, int]]) -> None:
+        """Marks those of the damaged ``slots`` that are this rank's, so that no later start uses them."""
+        for holder, number in sorted(slots):
+            if holder == self._comm.rank:
+                slot = self._slots[number].slot
+                slot.quarantine()
+                log.warning("the memory slot %s is damaged: it is set aside, and not used", slot.path)
 
     def left_behind(self, taken: Manifest) -> LeftBehind | None:
         """Returns what memory had after ``taken``, from which the run goes on; None if nothing. Alike on every rank."""
@@ -254,12 +264,6 @@ class MemoryCheckpoints:
             self._bad_base = directory
             raise
 
-    def gives_up_beneath(self) -> bool:
-        """Tells one process alone whether what was opened last is laid over a damaged checkpoint; the next is not."""
-        base, self._bad_base = self._bad_base, ""
-        self._bad_bases |= {base} if base else set()
-        return bool(base)
-
     def describe(self, checkpoints: Sequence[MemoryCheckpoint], recounted: Collection[int] = ()) -> list[SnapshotFacts]:
         """Returns what every rank must know of the slots, snapshot by snapshot: headers of their shards, and once what
         a manifest needs. A collective.
@@ -267,23 +271,19 @@ class MemoryCheckpoints:
         Args:
             recounted: As of ``SnapshotFacts.settle``.
         """
-        snapshots = [
-            (one, checkpoint.states, gradients)
-            for checkpoint in checkpoints
-            for one, gradients in checkpoint.with_gradients()
-        ]
+        snapshots = [snapshot for checkpoint in checkpoints for snapshot in checkpoint.snapshots]
+        slots_of_all = [slots for checkpoint in checkpoints for slots in checkpoint.slots()]
         facts_of_all = [SnapshotFacts() for _ in snapshots]
         mine: list[bytes] = []
-        for position, (snapshot, states, gradients) in enumerate(snapshots):
+        for position, (snapshot, slots) in enumerate(zip(snapshots, slots_of_all, strict=True)):
             teller_shares = snapshot[teller_of(snapshot)]
-            of_gradients = ((writer, shares) for (writer, _), shares in gradients.items() if shares)
-            for writer, shares in (*of_gradients, *snapshot.items(), *states.items()):
+            for shares in slots:
                 if fullest(shares).holder == self._comm.rank:
                     header = self._slots[fullest(shares).number].header
-                    mine += packed_header(position, writer, header, tells=shares is teller_shares)
+                    mine += packed_header(position, header, tells=shares is teller_shares)
         for raw in self._comm.everyone(b"".join(mine)):
-            for position, writer, alone, described, facts in unpacked_headers(raw):
-                facts_of_all[position].add(writer, described, facts, alone=alone)
+            for position, described, facts in unpacked_headers(raw):
+                facts_of_all[position].add(described, facts)
         for snapshot_facts in facts_of_all:
             snapshot_facts.settle(recounted)
         return facts_of_all
@@ -387,39 +387,29 @@ class MemoryCheckpoints:
     def parts(
         self, checkpoint: MemoryCheckpoint, described: Sequence[SnapshotFacts], ending: str = ""
     ) -> list[SlotFiles]:
-        """The slots of each snapshot, as files.
+        """Returns the slots of each snapshot, from where this rank takes them, as files.
 
         Args:
             ending: Of the names of their directories.
         """
         parts = []
-        for (snapshot, gradients), facts in zip(checkpoint.with_gradients(), described, strict=True):
-            step = next(iter(snapshot.values()))[0].step
+        for slots, facts in zip(checkpoint.slots(), described, strict=True):
+            step = slots[0][0].step
             facts.require_shape(step, self._tier.model.grid)
             part = SlotFiles(step_dir(step, checkpoint.generation) + ending, step)
-            for writer, shares in sorted(snapshot.items()):
-                self._add(part, writer, shares, facts.writers[writer], state=writer not in checkpoint.states)
-            for (writer, slot), shares in gradients.items():
-                self._add(part, writer, shares, facts.gradients[writer, slot], state=False)
-            for writer, shares in checkpoint.states.items():
-                self._add(part, writer, shares, facts.states[writer])
+            for shares in slots:
+                full = [share for share in shares if share.sent == fullest(shares).sent]
+                near, complete = (nearest(holders, self._comm.rank, self._tier.node) for holders in (shares, full))
+                here = self._slots[complete.number].header.parts if complete.holder == self._comm.rank else ()
+                part.add(near, complete, facts.slots[near.key], here)
             parts.append(part)
         return parts
-
-    def _add(
-        self, part: SlotFiles, writer: int, shares: Sequence[Share], described: Described, *, state: bool = True
-    ) -> None:
-        """Adds the slot that this rank takes of those of one writer, as ``SlotFiles.add``."""
-        full = [share for share in shares if share.sent == fullest(shares).sent]
-        near, complete = (nearest(candidates, self._comm.rank, self._tier.node) for candidates in (shares, full))
-        here = self._slots[complete.number].header.parts if complete.holder == self._comm.rank else ()
-        part.add(writer, near, complete, described, state=state, here=here)
 
     def _laid(self, beneath: Manifest | None, layers: Sequence[Layer]) -> LaidSnapshots:
         """What storage has, and on top of it the experts of earlier snapshots, the oldest first, that are whole."""
         view = LaidSnapshots([], {}) if beneath is None else LaidSnapshots(list(beneath.files), dict(beneath.operators))
         for part, checkpoint, facts in layers if beneath is not None else ():
-            newer = view.older_than(part.step)
+            newer = {op for op, record in view.operators.items() if record.step < part.step}
             host_only, sent = part.host_only & newer, (part.operators(_EXPERTS) - part.host_only) & newer
             if not checkpoint.is_whole:
                 host_only = self.covered(part, host_only, beneath)

@@ -36,7 +36,7 @@ from moe_ckpt.memory.files import FoundSlot
 from moe_ckpt.memory.left_slots import LeftSlots
 from moe_ckpt.memory.slot import Slot
 from moe_ckpt.reading.memory.memory_checkpoints import MemoryCheckpoints
-from moe_ckpt.reading.memory.memory_shares import MemoryCheckpoint, checkpoints_of, snapshots_of, without
+from moe_ckpt.reading.memory.memory_shares import MemoryCheckpoint, checkpoints_of, snapshots_of
 from moe_ckpt.reading.memory.slot_storage import OpenedMemory
 from moe_ckpt.reading.reader import StoreReader, check_checkpoint
 
@@ -76,7 +76,6 @@ class MemoryOutside:
     def __init__(self, reader: StoreReader, roots: Sequence[str]) -> None:
         self._reader = reader
         self._exit = contextlib.ExitStack()
-        self._bad: set[tuple[int, int]] = set()
         self.damages: list[str] = []
         try:
             self._open(roots)
@@ -121,8 +120,7 @@ class MemoryOutside:
 
     def _complete(self, *, windows: bool = False) -> list[MemoryCheckpoint]:
         """Newest first. By default without sparse windows: what they are takes forward and backward passes."""
-        checkpoints = checkpoints_of(without(self.memory.shares, self._bad))
-        return [one for one in checkpoints if one.is_complete and (windows or not one.is_window)]
+        return [one for one in checkpoints_of(self.memory.shares) if one.is_complete and (windows or not one.is_window)]
 
     def manifests(self) -> Iterator[Manifest]:
         """Yields the checkpoints that are whole in memory, and that storage does not have, newest first. Of a gradient
@@ -164,14 +162,10 @@ class MemoryOutside:
                 opened.reader.prove(opened.manifest)
                 verify(opened)
             except (DamagedError, StepRemovedError) as error:
-                if self.memory.gives_up_beneath():
-                    continue
-                share = self.memory.used.get(error.path)
-                if share is None:
+                bad = self.memory.set_aside(checkpoint.directory, error)
+                if bad is None:
                     raise
-                self._bad.add((share.holder, share.number))
-                self.damages.append(f"{self.memory.paths[share.holder, share.number]} is damaged ({error})")
-                log.warning("%s; it is left out", self.damages[-1])
+                self.damages += [f"{self.memory.paths[slot]} is damaged ({error})" for slot in bad]
                 continue
             return opened
 
@@ -186,7 +180,7 @@ class MemoryOutside:
 
     def _lacking(self, step: int) -> str:
         """Says what a step lacks, or steps of the gradient log that lead to it."""
-        shares = without(self.memory.shares, self._bad)
+        shares = self.memory.shares
         snapshots = {snapshot.step: snapshot for snapshot in snapshots_of(shares)}
         if step not in snapshots:
             extent = f"memory has steps {min(snapshots)} to {max(snapshots)}" if snapshots else "memory has none"

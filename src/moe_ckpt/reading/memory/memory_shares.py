@@ -6,7 +6,7 @@ or, as a replica, a peer's. Ranks of the life that wrote it are called writers h
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -96,6 +96,10 @@ class Share:
         """Names the snapshot within its life, and orders those by age: what is sealed when training stops is newest."""
         return self.identity.parting, self.identity.number
 
+    @property
+    def key(self) -> SlotKey:
+        return slot_key(self.writer, self.only, self.piece)
+
     def has(self, piece: int) -> bool:
         """True if the holder has the slot of gradients with ``piece``."""
         return piece in self.pieces and self.held[self.pieces.index(piece)] >= 0
@@ -108,8 +112,13 @@ class Share:
 
 Snapshot = Mapping[int, tuple[Share, ...]]
 """Writer -> those who hold its share."""
-PieceHolders = Mapping[tuple[int, int], tuple[Share, ...]]
-"""(writer, place) -> those who hold this slot of gradients, if anybody does."""
+SlotKey = tuple[int, str, int]
+"""(writer; STATE, GRADIENTS or empty; place of gradients): names a slot of one snapshot, whoever holds it."""
+
+
+def slot_key(writer: int, only: str, place: int) -> SlotKey:
+    """Returns the key of a slot. A share without plain state has the key of a whole one, which it stands for."""
+    return writer, "" if only == TENSORS else only, place
 
 
 class GradientPiece(NamedTuple):
@@ -155,25 +164,32 @@ class MemoryCheckpoint:
     def is_complete(self) -> bool:
         """Every writer's share of every snapshot is there, with its plain state and the gradients that are needed."""
         whole = (
-            len(snapshot) == self.writers and _sealed_by_another(snapshot) <= self.states.keys()
+            len(snapshot) == self.writers
+            and all(writer in self.states for writer, shares in snapshot.items() if shares[0].is_lent)
             for snapshot in self.snapshots
         )
         return all(whole) and not any(piece.lacking for places in self.gradients for piece in places)
 
-    def with_gradients(self) -> list[tuple[Snapshot, PieceHolders]]:
-        """Returns each snapshot with its slots of gradients, if it has such."""
-        if not self.gradients:
-            return [(snapshot, {}) for snapshot in self.snapshots]
-        return [
-            (snapshot, {key: holders for piece in places for key, holders in _gradients_of(snapshot, piece.number)})
-            for snapshot, places in zip(self.snapshots, self.gradients, strict=True)
-        ]
+    def slots(self) -> list[list[tuple[Share, ...]]]:
+        """Returns, snapshot by snapshot, every slot that the checkpoint needs, as those who hold it."""
+        slots = []
+        for at, snapshot in enumerate(self.snapshots):
+            shares = [snapshot[writer] for writer in sorted(snapshot)]
+            places = [piece.number for piece in self.gradients[at]] if self.gradients else []
+            gradients = (
+                tuple(share.gradients_of(place) for share in holders if share.has(place))
+                for place in places
+                for holders in shares
+            )
+            slots.append([*shares, *filter(None, gradients), *self.states.values()])
+        return slots
 
     @property
-    def present_writers(self) -> frozenset[int]:
-        """Writers whose share of every snapshot is there."""
+    def lost_writers(self) -> tuple[int, ...]:
+        """Writers whose share of some snapshot is nowhere."""
         lacking = {writer for places in self.gradients for piece in places for writer in piece.lacking}
-        return frozenset(set.intersection(*(set(snapshot) for snapshot in self.snapshots)) - lacking)
+        present = set.intersection(*(set(snapshot) for snapshot in self.snapshots)) - lacking
+        return tuple(writer for writer in range(self.writers) if writer not in present)
 
     @property
     def is_whole(self) -> bool:
@@ -195,12 +211,17 @@ class MemoryCheckpoint:
     @property
     def is_window(self) -> bool:
         """True if the checkpoint is a sparse window."""
-        return next(iter(self.snapshots[-1].values()))[0].window is not None
+        return _any_of(self.snapshots[-1]).window is not None
 
     @property
     def is_log(self) -> bool:
         """True if the checkpoint is reached from anchors by the gradients consumed since."""
-        return next(iter(self.snapshots[-1].values()))[0].since is not None
+        return _any_of(self.snapshots[-1]).since is not None
+
+
+def _any_of(snapshot: Snapshot) -> Share:
+    """Returns one share, for what all shares of a snapshot have alike."""
+    return next(iter(snapshot.values()))[0]
 
 
 _Key = tuple[str, tuple[bool, int]]
@@ -262,11 +283,10 @@ def _with_gradients(
         checkpoint: A step of a log.
         places: Those of each snapshot, which other checkpoints have, too; filled here.
     """
-    last = next(iter(checkpoint.snapshots[-1].values()))[0]
-    live = {group for groups in last.groups for group in groups}
+    live = {group for groups in _any_of(checkpoint.snapshots[-1]).groups for group in groups}
     gradients = []
     for snapshot in checkpoint.snapshots:
-        one = next(iter(snapshot.values()))[0]
+        one = _any_of(snapshot)
         key = one.identity.life, one.identity.number
         if key not in places:
             places[key] = [GradientPiece(at, _lacking(snapshot, at)) for at in range(len(one.groups))]
@@ -282,13 +302,6 @@ def _lacking(snapshot: Snapshot, piece: int) -> frozenset[int]:
         for writer, shares in snapshot.items()
         if piece in shares[0].pieces and not any(share.has(piece) for share in shares)
     )
-
-
-def _gradients_of(snapshot: Snapshot, piece: int) -> Iterator[tuple[tuple[int, int], tuple[Share, ...]]]:
-    """Yields ((writer, place), those who hold that slot of gradients)."""
-    for writer, shares in snapshot.items():
-        if piece in shares[0].pieces:
-            yield (writer, piece), tuple(share.gradients_of(piece) for share in shares if share.has(piece))
 
 
 def without(shares: Iterable[Share], bad: Collection[tuple[int, int]]) -> list[Share]:
@@ -320,15 +333,15 @@ def _may_be_built_upon(group: Sequence[Share]) -> bool:
 
 def _checkpoint(groups: Sequence[Sequence[Share]]) -> MemoryCheckpoint:
     last = groups[-1][0]
-    snapshots = [
-        {writer: _sealed_by_writer(by_holder) for writer, by_holder in _by_writer(group, state=False).items()}
-        for group in groups
-    ]
+    snapshots: list[dict[int, tuple[Share, ...]]] = []
+    for group in groups:  # of each writer's shares those that it sealed itself, or copies of them, if there are any
+        by_writer = _by_writer(group, state=False)
+        snapshots.append({w: tuple(s for s in held if not s.is_lent) or tuple(held) for w, held in by_writer.items()})
     sealed_by_others = {
         writer for snapshot in snapshots for writer, (one, *_) in snapshot.items() if one.only == TENSORS
     }
-    by_writer = _by_writer(groups[-1], state=True)
-    states = {writer: tuple(shares) for writer, shares in by_writer.items() if writer in sealed_by_others}
+    states_by_writer = _by_writer(groups[-1], state=True)
+    states = {writer: tuple(shares) for writer, shares in states_by_writer.items() if writer in sealed_by_others}
     return MemoryCheckpoint(last.generation, last.step, last.writers, last.base, tuple(snapshots), states)
 
 
@@ -339,16 +352,6 @@ def _by_writer(group: Iterable[Share], *, state: bool) -> dict[int, list[Share]]
         if (share.only == STATE) == state:
             by_writer.setdefault(share.writer, []).append(share)
     return by_writer
-
-
-def _sealed_by_writer(shares: Sequence[Share]) -> tuple[Share, ...]:
-    """Of one writer's, those that it sealed itself, or copies of those, if there are any."""
-    return tuple(share for share in shares if not share.is_lent) or tuple(shares)
-
-
-def _sealed_by_another(snapshot: Snapshot) -> set[int]:
-    """Writers whose share is there as another rank sealed it only."""
-    return {writer for writer, shares in snapshot.items() if shares[0].is_lent}
 
 
 @dataclass(frozen=True)
@@ -382,9 +385,7 @@ def left_behind(checkpoints: Sequence[MemoryCheckpoint], generation: int, step: 
     newest = max(parts, key=lambda checkpoint: (checkpoint.generation, checkpoint.step))
     if len(parts) < len(newer):  # a lost part is not why the run cannot continue from memory
         return LeftBehind(newest.step)
-    return LeftBehind(
-        newest.step, tuple(writer for writer in range(newest.writers) if writer not in newest.present_writers)
-    )
+    return LeftBehind(newest.step, newest.lost_writers)
 
 
 def beneath_of(checkpoint: MemoryCheckpoint, snapshots: Iterable[MemoryCheckpoint]) -> list[MemoryCheckpoint]:

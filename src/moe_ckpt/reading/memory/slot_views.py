@@ -25,10 +25,10 @@ from moe_ckpt.format.manifest import (
 from moe_ckpt.format.sealed import Fragment, digest, encode_json
 from moe_ckpt.format.shard import ShardHeader, decode_header
 from moe_ckpt.format.slot import GRADIENTS as GRADIENTS_ALONE
-from moe_ckpt.format.slot import STATE, SlotHeader, SlotPart, decoded, encoded
+from moe_ckpt.format.slot import STATE, TENSORS, SlotHeader, SlotPart, decoded, encoded
 from moe_ckpt.memory.files import FoundSlot
 from moe_ckpt.reading.index import StoredSlice
-from moe_ckpt.reading.memory.memory_shares import MemoryCheckpoint, Share
+from moe_ckpt.reading.memory.memory_shares import MemoryCheckpoint, Share, SlotKey, slot_key
 from moe_ckpt.reading.memory.slot_storage import STATE as STATE_FILE
 from moe_ckpt.reading.memory.slot_storage import SlotFile
 from moe_ckpt.slices.compiling import GRADIENTS, HOST_ONLY
@@ -39,63 +39,44 @@ class Described:
     """The description of one writer's slot.
 
     Attributes:
+        key: Names the slot in its snapshot.
         state: (bytes, digest) of its state file.
         parts: (kind, first byte, header of its shard).
         rank_tokens: ``Facts.counted``.
-        gradient_slot: Place of a slot of gradients; None of a share.
     """
 
-    state: tuple[int, str]
-    parts: tuple[tuple[str, int, bytes], ...]
+    key: SlotKey
+    state: tuple[int, str] = (0, "")
+    parts: tuple[tuple[str, int, bytes], ...] = ()
     rank_tokens: Counts | None = None
-    gradient_slot: int | None = None
 
 
-UnpackedHeader = tuple[int, int, bool, Described, Mapping[str, Any] | None]
-"""(place, writer, whether it is plain state alone, slot, contents and facts as ``format.slot.encoded``)."""
+UnpackedHeader = tuple[int, Described, Mapping[str, Any] | None]
+"""(number of the snapshot, slot, contents and facts as ``format.slot.encoded``)."""
 
 
 class SnapshotFacts:
     """The facts of one snapshot.
 
     Attributes:
-        writers: Writer -> its slot.
-        states: Likewise, of plain state that lies in a slot of its own.
-        gradients: (writer, place) -> slot of gradients.
-        contents: What one of ``writers`` tells of all.
-        facts: Likewise.
+        slots: By their keys.
+        contents: Of the snapshot, as one of the slots says.
+        facts: Of its step, as the same slot says.
     """
 
     def __init__(self) -> None:
-        self.writers: dict[int, Described] = {}
-        self.states: dict[int, Described] = {}
-        self.gradients: dict[tuple[int, int], Described] = {}
+        self.slots: dict[SlotKey, Described] = {}
         self.contents = Contents(())
         self.facts: Facts | None = None
 
-    def add(
-        self,
-        writer: int,
-        described: Described,
-        facts: Mapping[str, Any] | None,
-        *,
-        alone: bool = False,
-    ) -> None:
-        """Adds one writer's slot.
-
-        Args:
-            facts: Of the snapshot, if this slot tells them.
-            alone: It is plain state by itself.
-        """
-        if described.gradient_slot is not None:
-            self.gradients[writer, described.gradient_slot] = described
-            return
-        (self.states if alone else self.writers)[writer] = described
+    def add(self, described: Described, facts: Mapping[str, Any] | None = None) -> None:
+        """Adds one slot, with contents and facts of the snapshot, if it is this slot that says them."""
+        self.slots[described.key] = described
         if facts is not None:
             self.contents, self.facts = decoded(facts)
 
     def require_facts(self, step: int) -> Facts:
-        """Returns ``facts``, which some rank has told."""
+        """Returns ``facts``. Raises ``DamagedError`` if no rank knows them."""
         if self.facts is None:
             raise DamagedError(f"memory slots of step {step}", "no rank has facts of the step", step=step)
         return self.facts
@@ -113,38 +94,40 @@ class SnapshotFacts:
                 raise DamagedError(f"memory slots of step {step}", reason, step=step)
 
     def settle(self, recounted: Collection[int] = ()) -> None:
-        """Settles the facts once all ranks have sent theirs: tokens of a step on which they had not agreed when one of
-        them died are summed now.
+        """Completes the facts once all ranks have sent theirs: where the ranks had not agreed on the tokens of a step
+        when one of them died, those of each rank are summed now.
 
         Args:
             recounted: Writers whose tokens are counted again, so that what they sealed of them does not count.
         """
         if self.facts is None or self.facts.counted is None:
             return
-        every = (*self.writers.items(), *self.states.items())
-        counts = (described.rank_tokens for writer, described in every if writer not in recounted)
-        counted = [tokens for tokens in counts if tokens is not None]
+        counted = [
+            slot.rank_tokens
+            for (writer, only, _), slot in self.slots.items()
+            if slot.rank_tokens is not None and only != GRADIENTS_ALONE and writer not in recounted
+        ]
         if any(tokens.shape != self.facts.applied.shape for tokens in counted):  # nobody knows what they are
             self.facts = None
             return
         self.facts = replace(self.facts, applied=sum(counted, start=self.facts.applied), counted=None)
 
 
-def packed_header(position: int, writer: int, header: SlotHeader, *, tells: bool) -> list[bytes]:
-    """Packs a header for ``unpacked_headers``, which takes one after the other.
+def packed_header(position: int, header: SlotHeader, *, tells: bool) -> list[bytes]:
+    """Packs the header of a slot for ``unpacked_headers``, which takes one after the other.
 
     Args:
-        tells: What all writers have alike is in this one.
+        position: Number of the snapshot.
+        header: Of the slot.
+        tells: Contents and facts, which all slots of the snapshot have alike, are taken from this one.
     """
     fields = [
         position,
-        writer,
-        header.only == STATE,
+        slot_key(header.rank, header.only, header.place),
         [len(header.state), digest(header.state)],
         [[part.kind, part.begin, len(part.raw)] for part in header.parts],
         encoded(header.contents, header.facts) if tells else None,
         None if header.facts.counted is None else Fragment.of_counts(header.facts.counted),
-        header.place if header.only == GRADIENTS_ALONE else None,
     ]
     meta = encode_json(fields)
     return [struct.pack("<Q", len(meta)), meta, *(part.raw for part in header.parts)]
@@ -156,13 +139,13 @@ def unpacked_headers(raw: bytes) -> Iterable[UnpackedHeader]:
     while at < len(raw):
         [nbytes] = struct.unpack_from("<Q", raw, at)
         at += 8 + nbytes
-        position, writer, alone, state, sizes, facts, tokens, gradient_slot = json.loads(raw[at - nbytes : at])
+        position, key, state, sizes, facts, tokens = json.loads(raw[at - nbytes : at])
         parts = []
         for kind, begin, size in sizes:
             parts.append((kind, begin, raw[at : at + size]))
             at += size
         counted = None if tokens is None else np.asarray(tokens, dtype=np.int64)
-        yield position, writer, alone, Described(tuple(state), tuple(parts), counted, gradient_slot), facts
+        yield position, Described(tuple(key), tuple(state), tuple(parts), counted), facts
 
 
 class SlotFiles:
@@ -175,36 +158,25 @@ class SlotFiles:
         self.headers: dict[FileRecord, ShardHeader] = {}
         self.states: list[StateRecord] = []
 
-    def add(
-        self,
-        writer: int,
-        share: Share,
-        full: Share,
-        described: Described,
-        *,
-        state: bool = True,
-        here: Sequence[SlotPart] = (),
-    ) -> None:
-        """Adds one writer's slot.
+    def add(self, share: Share, full: Share, described: Described, here: Sequence[SlotPart] = ()) -> None:
+        """Adds one slot.
 
         Args:
-            writer: Whose.
             share: Where it is taken from.
             full: The same of what was not sent to peers.
             described: The slot.
-            state: With the plain state; False where that lies in another slot.
             here: Parts of the slot, if this rank has it; their headers may be decoded already.
 
         Raises:
-            DamagedError: A header is none.
+            DamagedError: A header of a shard cannot be decoded.
         """
-        if state:
+        writer, only, place = described.key
+        if share.only not in (TENSORS, GRADIENTS_ALONE):  # else the plain state lies in another slot
             path = state_path(self.directory, writer)
             self.states.append(StateRecord(path, *described.state, writer))
             self.files[path] = SlotFile(share, STATE_FILE, b"", 0, described.state[0])
         for number, (kind, begin, raw) in enumerate(described.parts):
-            of_slot = "" if described.gradient_slot is None else f"_{described.gradient_slot}"
-            path = shard_path(self.directory, writer, f"{kind}{of_slot}")
+            path = shard_path(self.directory, writer, f"{kind}_{place}" if only == GRADIENTS_ALONE else kind)
             is_here = number < len(here) and here[number].raw == raw
             header = here[number].header(path) if is_here else decode_header(raw, path)
             record = FileRecord(path, len(raw) + header.data_nbytes, len(raw), digest(raw), self.step, writer)
@@ -257,10 +229,6 @@ class LaidSnapshots:
         self.files, self.operators = files, operators
         self.slots: dict[str, SlotFile] = {}
         self.fresh: dict[str, Counts] = {}
-
-    def older_than(self, step: int) -> frozenset[str]:
-        """Operators that the view has in a version before ``step``."""
-        return frozenset(op for op, record in self.operators.items() if record.step < step)
 
     def lay(
         self,

@@ -278,9 +278,9 @@ class ActedPeers(ActedRank):
     def broadcast(self, payload: bytes) -> bytes:
         """What rank 0 has opened."""
         if self.rank == 0:
-            self._run_id, _ = json.loads(payload)["found"]
+            self._run_id, _ = json.loads(payload)["result"]
             return payload
-        return json.dumps({"found": [self._run_id, 0]}).encode()
+        return json.dumps({"result": [self._run_id, 0]}).encode()
 
     def everyone(self, payload: bytes) -> list[bytes]:
         return [payload] * self.world_size

@@ -309,12 +309,12 @@ def test_what_is_known_spares_reading_and_is_kept_up_to_date(storage):
     for step in (1, 2, 3):
         commit(storage, step)
     collect(storage, RetentionPolicy(keep_last=2), contents=known)
-    assert sorted(known.records) == sorted(known.current) == ["step_00000002", "step_00000003"]
+    assert sorted(known.records) == sorted(known.listed) == ["step_00000002", "step_00000003"]
     commit(storage, 4)
     watched = FaultyStorage(storage, fail_at=None, verbs={"read", "list"})
     collect(watched, RetentionPolicy(keep_last=2), contents=known)
     assert {path.partition("/")[0] for _, path in watched.calls} == {"", "step_00000004"}
-    assert sorted(known.records) == sorted(known.current) == sorted(tree(storage)) == ["step_00000003", "step_00000004"]
+    assert sorted(known.records) == sorted(known.listed) == sorted(tree(storage)) == ["step_00000003", "step_00000004"]
 
 
 def test_what_a_failed_collection_left_is_looked_at_again(storage):

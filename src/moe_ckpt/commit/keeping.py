@@ -20,7 +20,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from itertools import chain
 
 from moe_ckpt.core.step import Superseded
@@ -54,6 +54,8 @@ Needed = dict[str, dict[str, frozenset[str]]]
 """Step directory -> the ``Names`` of what a checkpoint needs of it."""
 Abandoned = Mapping[str, frozenset[str]]
 """Files of steps that can no longer be committed: step directory -> names of those that are written there."""
+_REMEMBERED = 256
+"""Directories hold the same names again and again: what was computed of so many sets of names is remembered."""
 PART = {PART_NAME: frozenset({PART_NAME})}
 NOTHING: Abandoned = {}
 
@@ -65,18 +67,16 @@ class StoreContents:
     Attributes:
         storage: Of the store.
         records: Directory -> its committed checkpoint.
-        names: Directory -> its files of this format, by group; oldest first.
-        current: Directories that need not be listed again, and some record needs something of.
-        strewn: Directories that were listed, in which there is something else besides.
+        names: Directory -> the names of all its files; the oldest directory first.
+        listed: Likewise, of those that some record needs something of: they need not be listed again.
         damaged: Directories whose manifest exists but is not what was written.
         is_foreign: A manifest is of another format version.
     """
 
     storage: Storage
     records: dict[str, CheckpointRecord] = field(default_factory=dict)
-    names: dict[str, Names] = field(default_factory=dict)
-    current: set[str] = field(default_factory=set)
-    strewn: set[str] = field(default_factory=set)
+    names: dict[str, frozenset[str]] = field(default_factory=dict)
+    listed: dict[str, frozenset[str]] = field(default_factory=dict)
     damaged: tuple[str, ...] = ()
     is_foreign: bool = False
 
@@ -86,23 +86,18 @@ class StoreContents:
         Directories of steps after the newest that is known are not looked into unless they were ``abandoned``, or have
         a manifest that is not known: what is being written must not be touched.
         """
-        self.strewn, self.damaged, self.is_foreign = set(), (), False
+        self.damaged, self.is_foreign = (), False
         newest = max((record.order for record in self.records.values()), default=None)
 
-        def look(directory: str) -> Names:
-            if directory in self.current:
-                return self.names[directory]
+        def look(directory: str) -> frozenset[str]:
+            if directory in self.listed:
+                return self.listed[directory]
             is_begun = newest is not None and age_of(directory) > newest and directory not in abandoned
             if is_begun and not self.storage.exists(f"{directory}/{MANIFEST_NAME}"):
-                return {}
-            names = self.storage.list(directory)
-            groups = grouped(names)
-            if sum(map(len, groups.values())) < len(names):
-                self.strewn.add(directory)
-            return groups
+                return frozenset()
+            return frozenset(self.storage.list(directory))
 
         self.names = each_step(self.storage, look)
-        self.current &= self.names.keys()
         parts: dict[PartRecord, Part] = {}
         records: dict[str, CheckpointRecord] = {}
         for directory, names in self.names.items():
@@ -118,27 +113,7 @@ class StoreContents:
                     self.is_foreign |= isinstance(error, FormatVersionError)
         self.records = records
         needed = frozenset[str]().union(*(record.directories for record in records.values()))
-        self.current = {directory for directory in self.names if directory in needed} - self.strewn
-
-    def note(self, directory: str, present: frozenset[str], needed: Names, *, whole: bool) -> None:
-        """A directory was listed: it is looked at name by name only if that is not what is needed, or known already.
-
-        Args:
-            directory: Which.
-            present: The names of all its files.
-            needed: Those that a checkpoint needs.
-            whole: All that is needed is there.
-        """
-        noted = self.names[directory] if directory in self.current else {}
-        if whole and len(present) == sum(map(len, needed.values())):
-            noted = needed
-        elif len(present) != sum(map(len, noted.values())) or not all(map(present.issuperset, noted.values())):
-            noted = grouped(present)
-        self.names[directory] = noted
-        if noted and sum(map(len, noted.values())) == len(present):
-            self.current.add(directory)
-        else:
-            self.current.discard(directory)
+        self.listed = {directory: names for directory, names in self.names.items() if directory in needed}
 
     def collect(
         self, retention: RetentionPolicy, abandoned: Collection[str] = (), others: frozenset[str] = frozenset()
@@ -209,7 +184,8 @@ class StoreContents:
             As of ``collect``.
         """
         groups_of = {directory: set[str]() for directory in self.names}
-        every = [f"{directory}/{group}" for directory, names in self.names.items() for group in names]
+        files = {directory: grouped(names) for directory, names in self.names.items()}
+        every = [f"{directory}/{group}" for directory, groups in files.items() for group in groups]
         for path in groups_to_delete(every, retained_records, untouchable):
             directory, _, group = path.partition("/")
             groups_of[directory].add(group)
@@ -219,38 +195,46 @@ class StoreContents:
         rest = [
             f"{directory}/{name}"
             for directory, groups in going.items()
-            for name in sorted(chain(*(without_others(self.names[directory][g]) for g in groups if g != MANIFEST_NAME)))
+            for name in sorted(chain(*(without_others(files[directory][g]) for g in groups if g != MANIFEST_NAME)))
         ]
-        self.current.difference_update(going)  # looked at again, unless all went well
+        for directory in going:
+            self.listed.pop(directory, None)  # so that it is listed again, unless all goes well
         for path in (*records, *rest):
             self.storage.delete(path)
         delegated: dict[str, tuple[bool, Sequence[str]]] = {}
         for directory, groups in going.items():
-            names = self.names[directory]
-            stay = {group: names[group] for group in names if group not in groups}
-            self.names[directory] = stay
-            if stay and directory not in self.strewn:
-                self.current.add(directory)
+            names = files[directory]
+            self.listed[directory] = self.names[directory] = self.names[directory].difference(
+                *(names[group] for group in groups)
+            )
             theirs = [group for group in GROUPS if group in groups and not others.isdisjoint(names[group])]
             if theirs:
-                delegated[directory] = (not stay, theirs)
+                delegated[directory] = (len(groups) == len(names), theirs)
         for directory in [directory for directory in self.names if directory not in untouchable]:
-            if directory in self.strewn:
+            stay = grouped(self.names[directory])
+            if sum(map(len, stay.values())) < len(self.names[directory]):
                 self.storage.clean_temporaries(directory)
-            if not self.names[directory]:
+                self.listed.pop(directory, None)
+            if not stay:
                 self.storage.delete_dir(directory)  # which leaves it alone if it holds other files
-                self.current.discard(directory)
+                self.listed.pop(directory, None)
         return (*records, *rest), delegated
 
 
-def grouped(names: Collection[str]) -> dict[str, frozenset[str]]:
-    """The files of this format among ``names`` in a step directory, by group."""
+@lru_cache(maxsize=_REMEMBERED)
+def grouped(names: frozenset[str]) -> Names:
+    """Returns the files of this format among the ``names`` in a step directory, by group."""
     by_group: dict[str, set[str]] = {}
     for name in names:
         group = group_of(name)
         if group is not None:
             by_group.setdefault(group, set()).add(name)
     return {group: frozenset(members) for group, members in by_group.items()}
+
+
+@lru_cache(maxsize=_REMEMBERED)
+def _absent(needed: frozenset[str], present: frozenset[str]) -> frozenset[str]:
+    return needed - present
 
 
 def needed_of(manifest: Manifest) -> Needed:
@@ -305,7 +289,6 @@ class StoreKeeper:
         self._ranks = ranks
         self._contents = StoreContents(storage)
         self._listings = Listings(storage)
-        self._proven: dict[str, tuple[frozenset[str], Names]] = {}
         self._abandoned: set[str] = set()
 
     @cached_property
@@ -343,26 +326,25 @@ class StoreKeeper:
         names, contents = set(self._storage.list()), self._contents
         self._require_own(names)
         self._lock.confirm()
-        gone: list[str] = []
         listed = self._listings.names([directory for directory in sorted(needed) if directory in names])
-        proven, self._proven = self._proven, {}
-        for directory, groups in needed.items():
-            present = listed.get(directory, frozenset())
-            before, had = proven.get(directory, (None, {}))
-            if before is not present or not groups.items() <= had.items():
-                missing = [name for group in groups.values() if not group <= present for name in group - present]
-                gone += [f"{directory}/{name}" for name in missing]
-                contents.note(directory, present, groups, whole=not missing)
-            self._proven[directory] = present, groups
-        for directory in contents.records.keys() - needed.keys():
-            if directory not in names or not self._storage.exists(f"{directory}/{MANIFEST_NAME}"):
-                contents.current.discard(directory)  # somebody removed it
+        gone = [
+            f"{directory}/{name}"
+            for directory, groups in needed.items()
+            for group in groups.values()
+            for name in _absent(group, listed.get(directory, frozenset()))
+        ]
+        removed = [
+            directory
+            for directory in contents.records.keys() - needed.keys()
+            if directory not in names or not self._storage.exists(f"{directory}/{MANIFEST_NAME}")
+        ]
+        for directory in (*needed, *removed):
+            contents.listed.pop(directory, None)
+        contents.listed |= listed
         if gone:
-            self._proven = {}
             raise FilesGoneError(self._storage.root, manifest.step, tuple(sorted(gone)))
         newest = manifest.directory
-        if newest in contents.current:
-            contents.names[newest] = {**contents.names[newest], MANIFEST_NAME: frozenset({MANIFEST_NAME})}
+        contents.listed[newest] |= {MANIFEST_NAME}
         contents.records[newest] = record_of(manifest, needed)
         self._listings.expect_change(newest)
 
@@ -406,8 +388,6 @@ class StoreKeeper:
         others = frozenset[str]() if failed else self._others
         _, delegated = self._contents.collect(self._retention, self._abandoned, others)
         self._abandoned.clear()
-        for directory in delegated:  # other ranks may fail to delete it, which no stamp tells
-            self._proven.pop(directory, None)
         return delegated
 
     def clear_away(self, abandoned: Abandoned) -> None:
@@ -417,7 +397,8 @@ class StoreKeeper:
         Raises:
             OSError: It is tried again after the next step.
         """
-        self._contents.current.difference_update(abandoned)
+        for directory in abandoned:
+            self._contents.listed.pop(directory, None)
         if self._is_own():
             self.collect(abandoned, failed=True)
             return

@@ -79,7 +79,7 @@ def _read_run(
 ) -> list[tuple[StoredSlice, torch.Tensor]]:
     """Returns each slice of a run with its verified values. On any thread; arguments as of ``read_slices``."""
     first = run[0]
-    raw: _Raw = _read(storage, first, first.offset, sum(stored.nbytes for stored in run))
+    raw = _read(storage, first, first.offset, sum(stored.nbytes for stored in run))
     for stored in run:
         begin = stored.offset - first.offset
         with memoryview(raw) as view, view[begin : begin + stored.nbytes] as part:
@@ -88,8 +88,10 @@ def _read_run(
             if stored not in verified:
                 _compare(stored, xxhash.xxh3_64_intdigest(part))
     if locked and 0 < len(raw) <= RUN_NBYTES:
-        raw = page_locked(torch.frombuffer(raw, dtype=torch.uint8))
-    return [(stored, _as_tensor(stored, raw, stored.offset - first.offset)) for stored in run]
+        data: _Raw = page_locked(torch.frombuffer(raw, dtype=torch.uint8))
+    else:
+        data = raw
+    return [(stored, _as_tensor(stored, data, stored.offset - first.offset)) for stored in run]
 
 
 def find_damage(

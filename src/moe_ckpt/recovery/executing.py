@@ -263,16 +263,7 @@ def divided(
 def planned(
     reader: StoreReader, manifest: Manifest, slots: SlotStorage | None = None, beneath: Manifest | None = None
 ) -> RecoveryPlan:
-    """Returns where each operator of a checkpoint comes from. Arguments as of ``inventories_of``."""
-    first = manifest.window[0].step if manifest.window else None
-    inventories = inventories_of(reader, manifest, slots, beneath)
-    return plan_recovery(manifest.directory, manifest.step, tuple(manifest.operators), inventories, first=first)
-
-
-def inventories_of(
-    reader: StoreReader, manifest: Manifest, slots: SlotStorage | None, beneath: Manifest | None
-) -> tuple[Inventory, ...]:
-    """Returns what a checkpoint takes from memory of this node, of other nodes, and from storage.
+    """Returns which operators of a checkpoint come from memory of this node, of other nodes, and from storage.
 
     An operator counts for the farthest place that something of it comes from.
 
@@ -305,10 +296,12 @@ def inventories_of(
         steps = np.where(far < storage, manifest.step, steps)
     if beneath is not None:
         names.append((Tier.STORAGE, beneath.directory))
-    return tuple(
+    inventories = [
         Inventory(tier, name, np.where(far == number, steps, ABSENT), nbytes)
         for number, (tier, name) in enumerate(names)
-    )
+    ]
+    first = manifest.window[0].step if manifest.window else None
+    return plan_recovery(manifest.directory, manifest.step, tuple(manifest.operators), inventories, first=first)
 
 
 class _Planned(NamedTuple):
@@ -336,20 +329,9 @@ class AlongLog(Protocol):
 OpenLog = Callable[["Recovery", OpenedMemory], AlongLog]
 
 
-class _Proven(NamedTuple):
-    """A checkpoint in memory that has every element once.
-
-    Attributes:
-        opened: The checkpoint.
-        spans: What this rank reads of it.
-        along: How it is returned to, if it is a step of a gradient log.
-        verified: What may be loaded at once; None if bytes have to come first, or updates are made once more.
-    """
-
-    opened: OpenedMemory
-    spans: tuple[Span, ...]
-    along: AlongLog | None
-    verified: _Planned | None
+_Proven = tuple[OpenedMemory, tuple[Span, ...], AlongLog | None, _Planned | None]
+"""(a checkpoint in memory that has every element once; what this rank reads of it; how it is returned to, if it is a
+step of a gradient log; what may be loaded at once, None if bytes have to come first, or updates are made once more)."""
 
 
 @dataclass(frozen=True)
@@ -448,17 +430,16 @@ class Recovery:
         If all bytes are here, it verifies them at once, which needs no other rank.
         """
         opened.reader.prove(opened.manifest)
-        along = self._along_log(opened) if opened.logged else None
+        along: AlongLog | None = None
+        if opened.logged:
+            if self.open_log is None:
+                raise ConfigError(_NOBODY.format(opened.manifest.directory))
+            along = self.open_log(self, opened)
         spans = tuple(self.spans(opened) if along is None else along.spans())
         asks = _OF_OTHERS if opened.slots.needs_others(spans) else 0
         if self.comm.world_size > 1 and opened.slots.needs_storage(spans):
             asks = _OF_STORAGE
-        return _Proven(opened, spans, along, None if asks or along is not None else self._verified(opened)), asks
-
-    def _along_log(self, opened: OpenedMemory) -> AlongLog:
-        if self.open_log is None:
-            raise ConfigError(_NOBODY.format(opened.manifest.directory))
-        return self.open_log(self, opened)
+        return (opened, spans, along, None if asks or along is not None else self._verified(opened)), asks
 
     def spans(
         self,

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
@@ -111,8 +111,7 @@ def resume_newest(
     memory = None if tier is None or not has_slots else MemoryCheckpoints(comm, tier, reader)
     listing = f"list the store {reader.storage.root}"
     directories = memory.stored if memory is not None else by_rank_zero(comm, reader.directories, listing)
-    only_copy = memory is not None and tier is not None and tier.outlives_process
-    in_memory = None if not only_copy or memory is None else max((share.step for share in memory.shares), default=None)
+    steps = [share.step for share in memory.shares] if memory is not None and tier and tier.outlives_process else []
     passed_over = _PassedOver(comm)
     attempt = None if memory is None or in_part is None else in_part(recovery, memory)
     for directory, opener in _candidates(directories, memory):
@@ -126,122 +125,114 @@ def resume_newest(
                 if tier is not None:
                     tier.left_slots.withdraw_starts()  # else three starts would pass for one that leads nowhere
                 raise_on_all_ranks(comm, restored, directory)
-            if memory is not None and opener is not None:
-                passed_over.set_aside(memory, directory, restored)
-            else:
-                passed_over.note(directory, restored)
+            passed_over.add(directory, restored, None if opener is None else memory)
             continue
         if passed_over.windows and comm.rank == 0:
             window = passed_over.windows[0]
             _say_passed_over(reader.manifest(window.directory), window.reason, restored.manifest)
         if memory is not None:
-            if not (restored.from_memory and _has_whole(memory, directory)):
+            same = (one for one in checkpoints_of(memory.shares) if one.directory == directory)
+            # Newer ones than one that is whole in memory, of which memory has a part, were still being made then.
+            if not (restored.from_memory and any(checkpoint.is_complete for checkpoint in same)):
                 restored = replace(restored, left_behind=memory.left_behind(restored.manifest))
             memory.keep_only(restored.manifest.step if restored.from_memory else None)
-            restored = _rebuilding(restored, comm, memory, passed_over)
+            restored = _rebuilding(restored, comm.rank, memory, passed_over)
         return _noting_unread(restored, comm, passed_over.unread) if passed_over.unread else restored
-    passed_over.require_none(comm, directories, storage.root)
-    if in_memory is not None and comm.rank == 0:
-        announce(_ONLY_IN_MEMORY, in_memory, storage.root, level=logging.WARNING)
+    passed_over.require_new(directories, storage.root)
+    if steps and comm.rank == 0:
+        announce(_ONLY_IN_MEMORY, max(steps), storage.root, level=logging.WARNING)
     return None
 
 
 class _PassedOver:
-    """Checkpoints that cannot be used: those on storage, and a log in memory.
+    """The checkpoints that some rank cannot use: those on storage, and those in memory.
 
     Attributes:
-        problems: What is wrong, on this rank.
         unread: Directories of those that storage does not give.
         windows: Sparse windows of another layout.
-        not_finite: Some hold NaN or infinity.
-        damaged: Files of storage in which this rank found damage.
-        diverged: The first step of a gradient log whose updates came to another state, and where; None if none did.
     """
 
     def __init__(self, comm: Communicator) -> None:
-        self.problems: list[str] = []
         self.unread: list[str] = []
         self.windows: list[OtherLayoutError] = []
-        self.not_finite = False
-        self.damaged: set[str] = set()
-        self._any = False
-        self.diverged: tuple[NotUsableError, str] | None = None
-        self._rank = comm.rank
+        self._comm = comm
+        self._problems: list[str] = []  # of those on storage, as this rank says them
+        self._not_finite = self._any = False
+        self._damaged: set[str] = set()  # files of storage, as far as this rank knows
+        self._diverged: tuple[NotUsableError, str] | None = None  # the first step of a log that came to another state
 
-    def _note_damage(self, problem: Exception | None, slots: Collection[str] = ()) -> None:
-        """slots: Files that are in memory."""
+    def add(self, directory: str, failure: NotUsableError, memory: MemoryCheckpoints | None) -> None:
+        """Adds a checkpoint, and says so. A collective for one in memory.
+
+        Args:
+            directory: Of the checkpoint.
+            failure: Why it cannot be used.
+            memory: What gave it, or a part of it; None if it was read from storage alone.
+        """
+        problem, leads = failure.problem, self._comm.rank == 0
         self._any = True
-        if isinstance(problem, DamagedError) and problem.path not in slots:
-            self.damaged.add(problem.path)
+        if isinstance(problem, DamagedError) and (memory is None or problem.path not in memory.used):
+            self._damaged.add(problem.path)
+        if memory is not None:
+            diverged = failure.kind == DIVERGED
+            memory.quarantine(memory.set_aside(directory, problem, diverged=diverged) or ())
+            if diverged:
+                self._diverged = self._diverged or (failure, directory)
+                if leads:
+                    announce(_DIVERGED, directory, level=logging.WARNING)
+        elif isinstance(problem, OtherLayoutError):
+            self.windows.append(problem)
+        elif isinstance(problem, NotFiniteError):
+            self._problems.append(str(problem))
+            self._not_finite = True
+            if leads:
+                announce("%s: it is passed over", problem, level=logging.WARNING)
+        else:
+            if problem is not None:
+                log.warning("rank %d cannot use checkpoint %s: %s", self._comm.rank, directory, problem)
+                self._problems.append(f"{directory}: {problem}")
+            if failure.kind == UNREAD:
+                self.unread.append(directory)
+            if leads:
+                log.warning("checkpoint %s is skipped; the next older one is tried", directory)
 
-    def damaged_of(self, beneath: Manifest | None, comm: Communicator) -> list[str]:
-        """What ranks found damaged of a checkpoint on storage that memory was laid over. A collective.
+    def damaged_of(self, beneath: Manifest | None) -> list[str]:
+        """Returns what ranks know to be damaged of a checkpoint on storage that memory was laid over. A collective.
 
         Memory had what those files hold, so that nobody read them; later checkpoints would name them again.
         """
         if not self._any or beneath is None:  # alike on every rank
             return []
-        paths = {path for raw in comm.everyone(json.dumps(sorted(self.damaged)).encode()) for path in json.loads(raw)}
-        return sorted(paths & beneath.paths)
+        of_ranks = self._comm.everyone(json.dumps(sorted(self._damaged)).encode())
+        return sorted({path for raw in of_ranks for path in json.loads(raw)} & beneath.paths)
 
-    def set_aside(self, memory: MemoryCheckpoints, directory: str, failure: NotUsableError) -> None:
-        """One more, which memory has. A collective."""
-        self._note_damage(failure.problem, memory.used)
-        diverged = failure.kind == DIVERGED
-        memory.quarantine(memory.set_aside(directory, failure.problem, diverged=diverged) or ())
-        if diverged:
-            self.diverged = self.diverged or (failure, directory)
-            if self._rank == 0:
-                announce(_DIVERGED, directory, level=logging.WARNING)
+    def require_new(self, stored: Sequence[str], root: str) -> None:
+        """Raises unless a new run may begin: storage has nothing, and the model is as the script made it.
 
-    def note(self, directory: str, failure: NotUsableError) -> None:
-        """One more."""
-        problem = failure.problem
-        self._note_damage(problem)
-        if isinstance(problem, OtherLayoutError):
-            self.windows.append(problem)
-            return
-        if isinstance(problem, NotFiniteError):
-            self.problems.append(str(problem))
-            self.not_finite = True
-            if self._rank == 0:
-                announce("%s: it is passed over", problem, level=logging.WARNING)
-            return
-        if problem is not None:
-            log.warning("rank %d cannot use checkpoint %s: %s", self._rank, directory, problem)
-            self.problems.append(f"{directory}: {problem}")
-        if failure.kind == UNREAD:
-            self.unread.append(directory)
-        if self._rank == 0:
-            log.warning("checkpoint %s is skipped; the next older one is tried", directory)
-
-    def require_none(self, comm: Communicator, stored: Sequence[str], root: str) -> None:
-        """Raises unless a new run may begin: storage has nothing, and the model is as the script made it."""
+        Args:
+            stored: Checkpoints on storage, none of which can be used.
+            root: Of the store.
+        """
+        if stored and self.windows:
+            raise self.windows[0]
         if stored:
-            raise self.error(root)
-        if self.diverged is not None:  # the model is what the log came to
-            raise_on_all_ranks(comm, *self.diverged)
-
-    def error(self, root: str) -> OtherLayoutError | NoCheckpointError:
-        """What to raise if none is left."""
-        if self.windows:
-            return self.windows[0]
-        return NoCheckpointError(
-            f"no checkpoint in {root} can be used: {'; '.join(self.problems[:4]) or 'see the other ranks'}. "
-            "To start over, move the directory away or choose another dirpath." + (_BY_NAME if self.not_finite else "")
-        )
+            problems = "; ".join(self._problems[:4]) or "see the other ranks"
+            raise NoCheckpointError(
+                f"no checkpoint in {root} can be used: {problems}. "
+                f"To start over, move the directory away or choose another dirpath.{_BY_NAME * self._not_finite}"
+            )
+        if self._diverged is not None:  # the model is what the log came to
+            raise_on_all_ranks(self._comm, *self._diverged)
 
 
-def _rebuilding(
-    restored: Restored, comm: Communicator, memory: MemoryCheckpoints, passed_over: _PassedOver
-) -> Restored:
+def _rebuilding(restored: Restored, rank: int, memory: MemoryCheckpoints, passed_over: _PassedOver) -> Restored:
     """Returns what came from memory with a note if the next checkpoint must not build on what storage has. A
     collective."""
     joined = restored.joined or restored
     if not joined.from_memory:
         return restored
-    damaged = passed_over.damaged_of(joined.beneath, comm)
-    if damaged and comm.rank == 0:
+    damaged = passed_over.damaged_of(joined.beneath)
+    if damaged and rank == 0:
         announce(
             "%s on storage cannot be used. Memory has what was in it, and the next checkpoint saves everything anew",
             " and ".join(damaged),
@@ -269,12 +260,6 @@ def _candidates(directories: Sequence[str], memory: MemoryCheckpoints | None) ->
         else:
             remaining.remove(best)
             yield best, None
-
-
-def _has_whole(memory: MemoryCheckpoints, directory: str) -> bool:
-    """Whether memory has all of a checkpoint. Newer ones, of which it has a part, were still being made then."""
-    checkpoints = checkpoints_of(memory.shares)
-    return any(checkpoint.is_complete for checkpoint in checkpoints if checkpoint.directory == directory)
 
 
 def _noting_unread(restored: Restored, comm: Communicator, unread: Sequence[str]) -> Restored:

@@ -136,8 +136,8 @@ def test_a_dropped_lock_is_taken_again(tmp_path, lost):
 
 
 def test_a_thread_takes_a_dropped_lock_again_between_commits(tmp_path, lost, monkeypatch):
-    lock_again, again = lost._file.lock_again, threading.Event()
-    monkeypatch.setattr(lost._file, "lock_again", lambda: [lock_again(), again.set()])
+    lock_again, again = lost._file.keep, threading.Event()
+    monkeypatch.setattr(lost._file, "keep", lambda: [lock_again(), again.set()])
     monkeypatch.setattr(lost, "_ttl_secs", 0.1)
     lost.renew_meanwhile()
     assert again.wait(60)
@@ -164,7 +164,7 @@ def test_a_dropped_lock_that_another_run_had_meanwhile_is_lost(tmp_path, lost):
 def test_a_deleted_lock_file_is_made_again_for_a_commit(tmp_path, caplog):
     with StoreLock(LocalStorage(tmp_path), "job-1") as lock:
         (tmp_path / ".lock").unlink()
-        lock._keep()
+        lock._taken.keep()
         assert os.listdir(tmp_path) == [], "whose store it is, is seen only at a commit"
         lock.confirm()
         assert "job-1, process" in try_from_another_process(tmp_path)

@@ -129,7 +129,6 @@ class Committer:
         self._window_start = -1
         self._window_applied: Future[Counts] | None = None  # of its first step
         self._given_up: dict[str, frozenset[str]] = {}
-        self._name_sets: dict[bytes, frozenset[str]] = {}
         self.parent: str | None = None
         self._newest: Manifest | None = None
         self._view, self._tokens = self._nothing, Ledger(run.catalog).tokens
@@ -217,12 +216,9 @@ class Committer:
             operators=fragment,
         )
         write_named(self._storage, record.path, [raw])
-        # Sets that are equal to the last step's are the same objects.
-        before, lines_of = self._name_sets, acknowledged.lines
-        self._name_sets = {lines: before.get(lines) or names_in(lines) for lines in lines_of.values()}
         return WrittenPart(
             record,
-            {group: self._name_sets[lines] for group, lines in lines_of.items()},
+            {group: names_in(lines) for group, lines in acknowledged.lines.items()},
             saved,
             acknowledged.first_not_finite,
         )

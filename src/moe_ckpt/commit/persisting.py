@@ -60,7 +60,8 @@ class SnapshotThread:
     Args:
         resolve: Brings one snapshot to its end, on the thread, and returns its fate on storage, if this decides that.
             What it raises ends the thread.
-        looks_gone: Says whether a checkpoint is no longer on storage (``StoreKeeper.looks_gone``).
+        looks_gone: Says whether a checkpoint is no longer on storage (``StoreKeeper.looks_gone``); None on ranks that
+            do not look.
 
     Attributes:
         in_flight: Snapshots that it was told to ``expect`` and has not brought to their end.
@@ -71,7 +72,7 @@ class SnapshotThread:
         self,
         name: ThreadName,
         resolve: Callable[[Snapshot], Fate | None],
-        looks_gone: Callable[[str], bool] = lambda directory: False,
+        looks_gone: Callable[[str], bool] | None = None,
     ) -> None:
         self._resolve = resolve
         self._looks_gone = looks_gone
@@ -123,7 +124,7 @@ class SnapshotThread:
 
     def _look(self, directory: str) -> None:
         began = time.monotonic()
-        gone = self._looks_gone(directory)
+        gone = self._looks_gone is not None and self._looks_gone(directory)
         took = time.monotonic() - began
         with self._changed:  # so that it costs little where storage is slow, and is soon done again
             self._looked = directory if gone else "", began + min(100 * took, _LONGEST_UNSEEN_SECS)
@@ -143,11 +144,6 @@ class SnapshotThread:
             done = done and self.in_flight <= in_flight
         self.raise_fatal()
         return done
-
-    def wait_for_next(self, timeout_secs: float) -> bool:
-        """Wait until one snapshot more has ended; False if none is under way, or not in time."""
-        in_flight = self.in_flight
-        return bool(in_flight) and self.wait(in_flight - 1, timeout_secs)
 
     def raise_fatal(self) -> None:
         """Raise, once, the error that ended the thread."""
@@ -275,7 +271,9 @@ class SnapshotResolver:
             refusal = "an earlier step of its window was not saved"
         acknowledged = Acknowledgement.failed(self._comm.rank, refusal) if refusal else self._write(snapshot)
         columns = self._comm.combine(acknowledged.columns)
-        fate = Fate() if columns is None else self._commit(snapshot, Acknowledgement(*columns))
+        fate = Fate()
+        if columns is not None and self._committer is not None:
+            fate = self._commit(self._committer, snapshot, Acknowledgement(*columns))
         fate = announced(fate, self._comm)
         if fate.cause == NOT_COVERED:
             fate = announced(self._explain(snapshot), self._comm)
@@ -298,10 +296,6 @@ class SnapshotResolver:
             persist_secs=ended_at - snapshot.began_at,
             rates=rates if nbytes else {},
         )
-
-    def looks_gone(self, directory: str) -> bool:
-        """Returns whether a checkpoint is no longer on storage; False on all ranks but the first."""
-        return self._committer is not None and self._committer.keeper.looks_gone(directory)
 
     def _say_failed(self, step: int, cause: str, *, counted: bool) -> None:
         """In full where a row of failures begins or has another reason, else in short."""
@@ -342,20 +336,18 @@ class SnapshotResolver:
         except Exception as error:  # whatever it is, the other ranks are waiting for an answer
             return Acknowledgement.failed(self._comm.rank, f"{type(error).__name__}: {error}")
 
-    def _commit(self, snapshot: Snapshot, acknowledged: Acknowledgement) -> Fate:
-        """Commit on rank 0, and release what is superseded.
+    def _commit(self, committer: Committer, snapshot: Snapshot, acknowledged: Acknowledgement) -> Fate:
+        """Commits on rank 0, and deletes what is superseded.
 
-        Where that fails, what was written goes before any rank hears of it and writes on.
+        If that fails, the step's files are deleted before any rank hears of it and writes on.
         """
-        if self._committer is None:
-            return Fate("rank 0 has no committer")
-        keeper = self._committer.keeper
+        keeper = committer.keeper
         try:
-            manifest = self._committer.commit(snapshot, acknowledged)
+            manifest = committer.commit(snapshot, acknowledged)
         except (OSError, MoECheckpointError) as error:
             causes = error.causes if isinstance(error, SaveFailedError) else [f"{type(error).__name__}: {error}"]
             try:
-                keeper.clear_away(self._committer.abandon(snapshot, acknowledged))
+                keeper.clear_away(committer.abandon(snapshot, acknowledged))
             except (OSError, MoECheckpointError) as trouble:
                 log.warning(_NOT_CLEARED, snapshot.step, trouble)
             return Fate("; ".join(causes), isinstance(error, FilesGoneError))
@@ -366,8 +358,8 @@ class SnapshotResolver:
             self._is_spoiled = bool(manifest.not_finite)
         try:
             if manifest is None:
-                keeper.look_ahead(self._committer.begun)
-            return Fate(superseded=keeper.collect(self._committer.superseded()))
+                keeper.look_ahead(committer.begun)
+            return Fate(superseded=keeper.collect(committer.superseded()))
         except (OSError, MoECheckpointError) as error:
             log.warning(_NOT_REMOVED, snapshot.step, error)
             return Fate()

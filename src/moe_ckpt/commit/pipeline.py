@@ -93,8 +93,9 @@ class Pipeline:
         threads: list[SnapshotThread] = []
         require = None if self.memory is None else requires_room(self.memory.files.path, run.settings.local_ranks)
         try:
-            resolver = SnapshotResolver(run, committer, self.tier, self._checker)
-            self.persister = self.first = SnapshotThread(ThreadName.PERSIST, resolver.resolve, resolver.looks_gone)
+            resolve = SnapshotResolver(run, committer, self.tier, self._checker).resolve
+            looks_gone = None if committer is None else committer.keeper.looks_gone
+            self.persister = self.first = SnapshotThread(ThreadName.PERSIST, resolve, looks_gone)
             threads.append(self.persister)
             if self.memory is not None:
                 sealer = MemorySealer(run, self.memory, self.persister.submit, self._checker)
@@ -175,8 +176,9 @@ class Pipeline:
         sizes, began = plan.sizes, time.monotonic()
         buffers, waited = None, False
         if refused is None:
-            patience = {"last": last, "waits": waits, "starts": starts}
-            buffers, waited = self.room.find(identity, contents, sizes, patience_secs, **patience)
+            buffers, waited = self.room.find(
+                identity, contents, sizes, patience_secs, last=last, waits=waits, starts=starts
+            )
         if agree is not None and not agree(refused is not None or not self.room.trouble):
             for buffer in buffers or ():
                 self._pool.give_back(buffer)
@@ -190,7 +192,10 @@ class Pipeline:
             )
             plan, buffers = replace(plan, buffers=((),), slots=()), [self._pool.lend_nothing()]
         elif gradients is not None and contents.gradients and gradients.changed:
-            refused = _overwritten(gradients.changed)
+            refused = (
+                f"gradients or weights of {len(gradients.changed)} parameters ({min(gradients.changed)}, ...) were "
+                "changed by something other than the optimizer, so the update cannot be logged"
+            )
         parts = list(placed(plan, buffers))
         self._consumed = tuple(part for part, _ in parts if part.is_consumed)
         on_device = copy_at_once(parts, side)
@@ -256,16 +261,6 @@ class Pipeline:
         until = time.monotonic() + timeout_secs
         return self.first.wait(0, timeout_secs) and self.persister.wait(0, max(0.0, until - time.monotonic()))
 
-    def wait_for_room(self, timeout_secs: float) -> bool:
-        """Wait until there is room for another snapshot; False if that took longer than ``timeout_secs``.
-
-        Raises:
-            RuntimeError: a peer is gone.
-        """
-        if self._gate is not None:
-            self._gate.release()  # training waits: nothing is held back until the next iteration begins
-        return self.room.wait(timeout_secs)
-
     def wait_for_seal(self, timeout_secs: float) -> None:
         """Waits until the newest step of a gradient log is sealed: one that is not sealed breaks it off, so a failure
         costs the step before, not two. A warning tells if the time ran out.
@@ -310,13 +305,6 @@ class Pipeline:
                 self._copier.close()
                 host_tier.leave(self.tier, self._root, keep=keep)
         return ended
-
-
-def _overwritten(names: Sequence[str]) -> str:
-    return (
-        f"gradients or weights of {len(names)} parameters ({min(names)}, ...) were changed by something other than the "
-        "optimizer, so the update cannot be logged"
-    )
 
 
 def _no_room(contents: Contents, nbytes: int, budget_bytes: int, patience_secs: float, waited_secs: float) -> str:

@@ -230,11 +230,20 @@ class Room:
         if self._pool.making and time.monotonic() < until:
             time.sleep(_MAKING_SECS)
             return True
-        return self._persister.wait_for_next(max(0.0, until - time.monotonic()))
+        in_flight = self._persister.in_flight
+        return bool(in_flight) and self._persister.wait(in_flight - 1, max(0.0, until - time.monotonic()))
 
     def wait(self, timeout_secs: float) -> bool:
-        """Wait until it is no longer ``is_short``; False if that took longer than ``timeout_secs``, or memory is made,
-        which nobody waits for."""
+        """Waits until there is room for another snapshot (not ``is_short``).
+
+        Returns:
+            False if that took longer than ``timeout_secs``, or memory is being made, which nobody waits for.
+
+        Raises:
+            RuntimeError: A peer is gone.
+        """
+        if self._run.gate is not None:
+            self._run.gate.release()  # training waits: nothing is held back until the next iteration begins
         until = time.monotonic() + timeout_secs
         while self.is_short and self._first.in_flight and not self.is_unmade:
             fewer = min(self._first.in_flight, self._settings.max_in_flight) - 1

@@ -90,7 +90,7 @@ class Backlog:
         began, secs = time.monotonic(), self._settings.timeout_secs
         if measured.persist_secs is not None:
             secs = min(secs, max(_LEAST_PATIENCE_SECS, _TIMES_AS_LONG * measured.persist_secs))
-        in_time = pipeline.wait_for_room(secs)
+        in_time = pipeline.room.wait(secs)
         if self._settings.memory is None:
             self.note_wait(began, time.monotonic(), measured)
         [late] = largest(self._comm, [int(not in_time)])

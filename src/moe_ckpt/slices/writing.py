@@ -10,7 +10,7 @@ import json
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -113,6 +113,7 @@ def acknowledge(
     )
 
 
+@lru_cache(maxsize=8)  # ranks mostly write files of the same names at each step
 def names_in(lines: bytes) -> frozenset[str]:
     """The names of files in ``Acknowledgement.lines``."""
     return frozenset(lines.decode().split())

@@ -82,16 +82,15 @@ class StoreLock:
         self._lease = _Lease(storage, owner, ttl_secs, clock)
         self._guard = threading.RLock()
         self._file = _FileLock(storage.root, owner, ACCESS[access])
-        self._leased = False
         self._lost_to = ""
         self._released = threading.Event()
         self._thread: threading.Thread | None = None
-        self._taken = False
-        """From ``acquire`` to ``release``, also while somebody else holds what ``retake`` could not get back."""
+        self._taken: _FileLock | _Lease | None = None
+        """From ``acquire`` to ``release``, also while another run holds what ``retake`` could not get back."""
 
     @property
     def held(self) -> bool:
-        return self._file.held or self._leased
+        return self._file.held or self._taken is self._lease
 
     @property
     def is_lost(self) -> bool:
@@ -109,14 +108,13 @@ class StoreLock:
             self._register()
             self._lost_to, self._released = "", threading.Event()
             try:
-                self._take()
+                self._taken = self._take()
             except StoreUnwritableError:
                 raise
             except OSError as error:
                 raise StoreUnwritableError(f"the lock of the store {self._root} cannot be taken: {error}") from error
             finally:
-                self._taken = self.held
-                if not self.held:
+                if self._taken is None:
                     self._unregister()
 
     def renew_meanwhile(self) -> None:
@@ -137,7 +135,7 @@ class StoreLock:
             OSError: The store did not answer.
         """
         with self._noticing_loss():
-            if not self._keep() and self._taken:
+            if self._taken is not None and not self._taken.keep():
                 path = os.path.join(self._root, LOCK_NAME)
                 log.warning("the lock file %s was deleted or replaced during training; it is made again", path)
                 self._retake()
@@ -157,15 +155,12 @@ class StoreLock:
     def release(self) -> None:
         """Release the store. Does nothing when the lock is not held."""
         with self._guard:
-            if not self._taken:
+            taken, self._taken = self._taken, None
+            if taken is None:
                 return
-            self._taken = False
             self._released.set()
-            leased, self._leased = self._leased, False
             try:
-                self._file.close()
-                if leased:
-                    self._lease.drop()
+                taken.drop()
             finally:
                 self._unregister()
         if self._thread is not None:
@@ -207,34 +202,27 @@ class StoreLock:
         while not released.wait(self._ttl_secs * _WAIT_SHARE):
             try:
                 with self._noticing_loss():
-                    self._keep()
+                    if self._taken is not None:
+                        self._taken.keep()
             except StoreInUseError as error:
                 log.warning("%s", error)
                 return  # the next commit is told as well
             except OSError as error:
                 log.warning("the lock of the store could not be renewed, retrying: %s", error)
 
-    def _keep(self) -> bool:
-        """Renews a lease that is not fresh, or locks the file again. False if the lock file was deleted or replaced: it
-        may belong to another store by now, which only ``confirm`` may judge."""
-        if self._leased:
-            if not self._lease.is_fresh:
-                self._lease.renew()
-            return True
-        return self._file.lock_again()
-
-    def _take(self) -> None:
-        if "://" in self._root or not self._file.acquire():
-            self._lease.acquire()
-            self._leased = True
+    def _take(self) -> _FileLock | _Lease:
+        if "://" not in self._root and self._file.acquire():
+            return self._file
+        self._lease.acquire()
+        return self._lease
 
     def _retake(self) -> None:
-        if self._leased:
+        if self._taken is self._lease:
             self._lease.retake()
-        elif self._taken:
+        elif self._taken is self._file:
             # First: closing it afterwards would drop the new lock, were it the same file all the time.
-            self._file.close()
-            self._take()
+            self._file.drop()
+            self._taken = self._take()
 
 
 class _FileLock:
@@ -271,9 +259,13 @@ class _FileLock:
         self._descriptor = descriptor
         return True
 
-    def lock_again(self) -> bool:
-        """Lock the open file again, should the kernel have dropped its lock. What is locked stays so. False if there is
-        none, or if it is no longer the file that other runs would lock."""
+    def keep(self) -> bool:
+        """Locks the open file again, should the kernel have dropped its lock.
+
+        Returns:
+            False if the lock file was deleted or replaced: it may belong to another store by now, which only
+            ``StoreLock.confirm`` may judge.
+        """
         try:
             if self._descriptor is None or not os.path.samestat(os.fstat(self._descriptor), os.lstat(self._path)):
                 return False
@@ -286,8 +278,8 @@ class _FileLock:
             raise StoreInUseError(self._root, f"{holder}, which had the store meanwhile")
         return True
 
-    def close(self) -> None:
-        """The file stays: removing it would race with the next holder."""
+    def drop(self) -> None:
+        """Unlocks the file, which stays: removing it would race with the next holder."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             os.close(descriptor)
@@ -321,23 +313,27 @@ class _Lease:
         self._number = self._tried = 0
         self._renewed_unix_secs = -math.inf
 
-    @property
-    def is_fresh(self) -> bool:
-        """It was renewed so lately that nobody can have taken it over."""
-        return 0 <= self._clock() - self._renewed_unix_secs < self._ttl_secs * _FRESH_SHARE
-
     def acquire(self) -> None:
         try:
             numbers = self._numbers()
             if numbers:
-                self._check_free(_lease_name(numbers[-1]))
+                with contextlib.suppress(FileNotFoundError):  # released between listing and reading
+                    holder, owner, _, renewed_unix_secs = self._read(_lease_name(numbers[-1]))
+                    if owner != self._owner and self._clock() - renewed_unix_secs < self._ttl_secs:
+                        raise StoreInUseError(self._storage.root, holder)
             self._advance(numbers)
         except OSError:
             with contextlib.suppress(OSError):
                 self.drop()  # it may have landed, and would keep out another job until it has run out
             raise
 
-    def renew(self) -> None:
+    def keep(self) -> bool:
+        """Renews the lease unless that was done so lately that nobody can have taken it over. Returns True."""
+        if not 0 <= self._clock() - self._renewed_unix_secs < self._ttl_secs * _FRESH_SHARE:
+            self._renew()
+        return True
+
+    def _renew(self) -> None:
         numbers = self._numbers()
         if not numbers:
             raise StoreInUseError(self._storage.root, "unknown: this run's lease was deleted")
@@ -347,9 +343,9 @@ class _Lease:
         self._advance(numbers)
 
     def retake(self) -> None:
-        """As ``renew``, but a lease that was deleted is written again."""
+        """Renews the lease; one that was deleted is written again."""
         if self._numbers():
-            self.renew()
+            self._renew()
         else:
             self._put(self._number + 1)
 
@@ -365,14 +361,6 @@ class _Lease:
 
     def _numbers(self) -> list[int]:
         return sorted(int(match[1]) for name in self._storage.list("") if (match := _LEASE.fullmatch(name)))
-
-    def _check_free(self, name: str) -> None:
-        try:
-            holder, owner, _, renewed_unix_secs = self._read(name)
-        except FileNotFoundError:
-            return  # released between listing and reading
-        if owner != self._owner and self._clock() - renewed_unix_secs < self._ttl_secs:
-            raise StoreInUseError(self._storage.root, holder)
 
     def _read(self, name: str) -> tuple[str, str, str, float]:
         """(holder in words, owner, nonce, time of renewal)."""

@@ -62,7 +62,6 @@ class RemoteStorage:
         if path.rpartition("/")[2] == MANIFEST_NAME:
             self._on_phase("manifest")
         with self._failures_as_os_errors(path):
-            self._fs.invalidate_cache()
             if self._fs.exists(target):
                 raise FileExistsError(errno.EEXIST, "a checkpoint file is never overwritten", path)
         payload = b"".join(chunks)
@@ -85,12 +84,10 @@ class RemoteStorage:
 
     def size(self, path: str) -> int:
         with self._failures_as_os_errors(path):
-            self._fs.invalidate_cache()
             return int(self._fs.info(self._locate(path))["size"])
 
     def list(self, path: str = "") -> list[str]:
         with self._failures_as_os_errors(path):
-            self._fs.invalidate_cache()
             try:
                 entries = self._fs.ls(self._locate(path), detail=False)
             except (FileNotFoundError, NotADirectoryError):
@@ -102,7 +99,6 @@ class RemoteStorage:
 
     def exists(self, path: str) -> bool:
         with self._failures_as_os_errors(path):
-            self._fs.invalidate_cache()
             return bool(self._fs.exists(self._locate(path)))
 
     def delete(self, path: str) -> None:
@@ -127,7 +123,8 @@ class RemoteStorage:
 
     @contextlib.contextmanager
     def _failures_as_os_errors(self, path: str) -> Iterator[None]:
-        """Backends raise their client library's errors; the engine handles ``OSError``."""
+        """Asks the server anew, and raises ``OSError`` where the client library has errors of its own."""
+        self._fs.invalidate_cache()
         try:
             yield
         except (OSError, StoreError):

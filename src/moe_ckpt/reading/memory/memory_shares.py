@@ -113,12 +113,12 @@ class Share:
 Snapshot = Mapping[int, tuple[Share, ...]]
 """Writer -> those who hold its share."""
 SlotKey = tuple[int, str, int]
-"""(writer; STATE, GRADIENTS or empty; place of gradients): names a slot of one snapshot, whoever holds it."""
+"""(writer; STATE, GRADIENTS or empty; piece of gradients): names a slot of one snapshot, whoever holds it."""
 
 
-def slot_key(writer: int, only: str, place: int) -> SlotKey:
+def slot_key(writer: int, only: str, piece: int) -> SlotKey:
     """Returns the key of a slot. A share without plain state has the key of a whole one, which it stands for."""
-    return writer, "" if only == TENSORS else only, place
+    return writer, "" if only == TENSORS else only, piece
 
 
 class GradientPiece(NamedTuple):
@@ -175,10 +175,10 @@ class MemoryCheckpoint:
         slots = []
         for at, snapshot in enumerate(self.snapshots):
             shares = [snapshot[writer] for writer in sorted(snapshot)]
-            places = [piece.number for piece in self.gradients[at]] if self.gradients else []
+            pieces = [piece.number for piece in self.gradients[at]] if self.gradients else []
             gradients = (
-                tuple(share.gradients_of(place) for share in holders if share.has(place))
-                for place in places
+                tuple(share.gradients_of(piece) for share in holders if share.has(piece))
+                for piece in pieces
                 for holders in shares
             )
             slots.append([*shares, *filter(None, gradients), *self.states.values()])

@@ -170,13 +170,13 @@ class SlotFiles:
         Raises:
             DamagedError: A header of a shard cannot be decoded.
         """
-        writer, only, place = described.key
+        writer, only, piece = described.key
         if share.only not in (TENSORS, GRADIENTS_ALONE):  # else the plain state lies in another slot
             path = state_path(self.directory, writer)
             self.states.append(StateRecord(path, *described.state, writer))
             self.files[path] = SlotFile(share, STATE_FILE, b"", 0, described.state[0])
         for number, (kind, begin, raw) in enumerate(described.parts):
-            path = shard_path(self.directory, writer, f"{kind}_{place}" if only == GRADIENTS_ALONE else kind)
+            path = shard_path(self.directory, writer, f"{kind}_{piece}" if only == GRADIENTS_ALONE else kind)
             is_here = number < len(here) and here[number].raw == raw
             header = here[number].header(path) if is_here else decode_header(raw, path)
             record = FileRecord(path, len(raw) + header.data_nbytes, len(raw), digest(raw), self.step, writer)

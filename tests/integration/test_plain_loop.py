@@ -171,6 +171,32 @@ def test_counters_come_back(tmp_path: Path):
     assert progress.step == 2
 
 
+def test_a_loop_that_never_counts_its_steps_is_told_so_once(attached, caplog):
+    model, optimizer, ckpt = attached
+    ckpt.resume()
+    for _ in range(15):
+        step(model, optimizer)
+    assert "after_step" not in caplog.text
+    for _ in range(20):
+        step(model, optimizer)
+    assert caplog.text.count("stepped 16 times since step 0, and after_step(1) was not called: nothing is saved") == 1
+
+
+@pytest.mark.parametrize("has_position", ["not", "loader", "counters"])
+def test_a_loop_without_a_position_in_the_data_is_told_so_once(tmp_path: Path, has_position: str, caplog):
+    caplog.set_level("INFO")
+    model, optimizer = made()
+    stateful = {"lr": torch.optim.lr_scheduler.ConstantLR(optimizer), "scaler": torch.amp.GradScaler("cpu")}
+    if has_position == "loader":
+        stateful["loader"] = StatefulDataLoader([1, 2, 3], batch_size=1)
+    with moe_ckpt.attach(model, optimizer, policy=Dense(), dirpath=tmp_path, stateful=stateful) as ckpt:
+        ckpt.resume()
+        for number in range(1, 4):
+            step(model, optimizer)
+            ckpt.after_step(number, counters={"batch": number} if has_position == "counters" else None)
+    assert caplog.text.count("nothing in stateful= has a position in the data") == (has_position == "not")
+
+
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [

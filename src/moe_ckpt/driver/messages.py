@@ -116,6 +116,22 @@ class Messages:
         say = self._warn if besides else self._announce
         say("resumed at %s: %s (%sPLT %s)%s", where, lost, portion, f"{plt:.2%}", besides)
 
+    def uncounted(self, step: int, updates: int) -> None:
+        """Optimizers step, and nobody counts the steps."""
+        self._warn(
+            "optimizers stepped %d times since step %d, and after_step(%d) was not called: nothing is saved. Call "
+            "after_step once per step, after optimizer and schedulers",
+            *(updates, step, step + 1),
+        )
+
+    def no_position(self) -> None:
+        """A restart will not know which data were trained on."""
+        self._announce(
+            "a restart will draw its data from where the loop begins: nothing in stateful= has a position in the data, "
+            "and after_step gets no counters. Give a StatefulDataLoader or a RecoverableDistributedSampler, unless the "
+            "loop chooses its data by the number of the step"
+        )
+
     def left_behind(self, step: int, lost_checkpoint: LeftBehind | None) -> None:
         """The run continues from ``step`` on storage, although memory held newer steps, if it did."""
         if lost_checkpoint is None:

@@ -64,8 +64,8 @@ class Identity:
         if self.fingerprint != fingerprint:
             differences = differences or f"its structure is {self.fingerprint}, that of this model {fingerprint}"
             raise StoreError(
-                f"the store {root} holds checkpoints of another model: {differences}. Choose another dirpath, or restore "
-                "the model's configuration."
+                f"the store {root} holds checkpoints of another model: {differences}. Choose another dirpath, or "
+                "restore the model's configuration."
             )
 
 

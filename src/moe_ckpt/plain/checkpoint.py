@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from moe_ckpt.driver.attached import AttachedCheckpoint
@@ -111,6 +112,7 @@ class PlainCheckpoint(AttachedCheckpoint):
         self._buckets = BucketOrder.of(model, ranks)
         self._updates = self._applied = 0
         self._optimizers, self._stepped = len(optimizers), set[int]()
+        self._has_position = not all(isinstance(target, _WITHOUT_POSITION) for target in stateful.values())
         self._undo: list[Callable[[], None]] = []
         for optimizer in optimizers:
             before, after = map(self.stopwatch.around, (self._before_update, self._updated))
@@ -199,6 +201,8 @@ class PlainCheckpoint(AttachedCheckpoint):
             self._driver.before_update()
         self._counter.update_begins()
         self._updates += 1
+        if self._updates == _UNCOUNTED * self._optimizers:
+            self._driver.say.uncounted(self._host.step, self._updates)
 
     def _updated(self, optimizer: Any, *_: Any) -> None:
         # A fused optimizer is handed the loss scale, and leaves out an overflow by itself, on the device.
@@ -226,6 +230,9 @@ class PlainCheckpoint(AttachedCheckpoint):
             ReplayDivergedError: A replayed step differs from the recorded one.
         """
         self._driver.lifecycle.require(Action.STEP, "after_step()")
+        if counters is None and not self._has_position:
+            self._has_position = True  # once
+            self._driver.say.no_position()
         if not self._updates:
             self._driver.before_update()
         if self._buckets is not None:
@@ -273,6 +280,10 @@ def _require_usable(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
             )
 
 
+_UNCOUNTED = 16
+"""Steps of each optimizer without ``after_step``: more than any loop makes between two."""
+_WITHOUT_POSITION = (LRScheduler, torch.amp.GradScaler, nn.Module, Optimizer)
+"""Types of objects in ``stateful`` that know no position in the data."""
 _OWN_REFERENCES = 3
 """To an iterator that nobody else has: the loader's, and two of ``_require_not_iterated``."""
 

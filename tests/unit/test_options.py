@@ -158,6 +158,11 @@ def test_what_cannot_be_is_refused_by_name(values, says):
         made(**values)
 
 
+def test_a_misspelt_option_of_memory_is_named():
+    with pytest.raises(ConfigError, match=r"Memory\(storage_evry=...\): no such option; did you mean storage_every\?"):
+        Memory(storage_evry=3)  # type: ignore[call-arg]
+
+
 @pytest.mark.parametrize(
     "begin",
     [

@@ -75,7 +75,8 @@ class LoopHost(Host):
         if self.stateful.keys() != plain["stateful"].keys():
             raise ConfigError(
                 f"checkpoint {manifest.directory} holds the state of {sorted(plain['stateful'])}, and this run gives "
-                f"{sorted(self.stateful)} to {self.attach}: give objects of the same names"
+                f"{sorted(self.stateful)} to {self.attach}: give objects of the same names. To go on with others, "
+                "choose another dirpath, and set state_from= to the store of this checkpoint"
             )
 
     def go_on_from_end(

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from moe_ckpt.core.cadence import StorageCadence
-from moe_ckpt.core.user_text import parse_bytes, parse_secs
+from moe_ckpt.core.user_text import named_arguments, parse_bytes, parse_secs
 from moe_ckpt.errors import ConfigError
 
 DEFAULT_ROOT = "/dev/shm"
@@ -21,6 +21,7 @@ TORCHRUN_GRACE_SECS = 30.0
 _T = TypeVar("_T")
 
 
+@named_arguments
 @dataclass(frozen=True)
 class Memory:
     """Keeps snapshots in files on a tmpfs, so that they survive the end of the process (``kill -9``).

@@ -91,13 +91,13 @@ def _encode_derived(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> 
     """What is of a type derived from these, or a tensor."""
     if isinstance(value, torch.Tensor) and not is_traceable_wrapper_subclass(value):
         return {_TAG: "tensor", "v": _store(value.detach(), path, tensors)}
+    if isinstance(value, np.generic) and value.dtype.name in _ARRAYS:  # a number of Python is computed with otherwise
+        return {_TAG: "number", "v": [value.dtype.name, base64.b64encode(value.tobytes()).decode()]}
     if isinstance(value, str):
         return str.__str__(value)  # str() of an enum member is its name, not its value
-    if isinstance(value, np.bool_):
-        return bool(value)
-    if isinstance(value, (int, np.integer)):
+    if isinstance(value, int):
         return int(value)
-    if isinstance(value, (float, np.floating)):
+    if isinstance(value, float):
         number = float(value)
         return number if math.isfinite(number) else {_TAG: "float", "v": repr(number)}
     if isinstance(value, (bytes, bytearray)):
@@ -165,6 +165,11 @@ def _decode_tagged(tag: str, value: Any, tensor: Callable[[str], torch.Tensor]) 
     if tag == "array":
         name, dtype = _typed(value, list)
         return _as_array(tensor(_typed(name, str)), _typed(dtype, str))
+    if tag == "number":
+        dtype, raw = _typed(value, list)
+        return np.frombuffer(base64.b64decode(_typed(raw, str), validate=True), _ARRAYS[_typed(dtype, str)]).reshape(
+            ()
+        )[()]
     if tag == "float":
         if value not in _FLOATS:
             raise ValueError(f"{value!r} is none of {', '.join(_FLOATS)}")

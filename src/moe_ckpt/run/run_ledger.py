@@ -146,9 +146,7 @@ class RunLedger:
         self.next_slot = 0
         self.deficit: Counts | None = None
         self._rescued: frozenset[str] = frozenset()
-        # First step of the newest sparse window of which some rank's memory, or storage, will not have a step.
-        self._lost_in_memory: int | None = None
-        self._lost_on_storage: int | None = None
+        self._lost_windows: dict[Tier, int] = {}  # first step of the newest window that some rank's tier will not have
         self._lacks_everything = False  # nothing on storage may be built upon (``forget``)
 
     @property
@@ -263,18 +261,16 @@ class RunLedger:
                     self.ledger.hold(sent, snapshot.step, snapshot.applied, Tier.PEER)
                 if self._rescued:
                     self._rescued -= frozenset(operators)
-        elif contents.window is not None:
-            self._lost_in_memory = contents.window.start
-            self._end_window_that_is_lost(on_storage=not contents.to_storage)
+        else:
+            self._lose_window(contents, Tier.HOST)
 
     def resolved(self, number: int, *, committed: bool) -> InFlight:
         """A snapshot ended; what it saved counts from now on, if it was committed."""
         snapshot = self.pending.pop(number)
         contents, everything = snapshot.contents, self.catalog.everything
-        if not committed and contents.window is not None:
-            self._lost_on_storage = contents.window.start
-            self._end_window_that_is_lost(in_memory=not self.outlives_process)
-        if committed and contents.is_checkpoint:
+        if not committed:
+            self._lose_window(contents, Tier.STORAGE)
+        elif contents.is_checkpoint:
             in_host = None if self.outlives_process else contents.memory_only
             stored, whole = contents.brings(Tier.STORAGE, everything), contents.window is None
             self.ledger.record(snapshot.step, stored, snapshot.applied, in_host=in_host, whole=whole)
@@ -298,17 +294,14 @@ class RunLedger:
         is_coming = any(snapshot.contents.is_complete(everything) for snapshot in self.pending.values())
         return self._lacks_everything and not is_coming
 
-    def _end_window_that_is_lost(self, *, in_memory: bool = False, on_storage: bool = False) -> None:
-        """The window under way ends here if neither will have all of it. While memory may, a bad disk costs it nothing.
-
-        Args:
-            in_memory: Memory will not have it, whatever is known of it.
-            on_storage: Storage will not.
-        """
-        start = None if self.window is None else self.window.start
-        in_memory = in_memory or self._lost_in_memory == start
-        if in_memory and (on_storage or self._lost_on_storage == start):
-            self.give_up_window()
+    def _lose_window(self, contents: Contents, tier: Tier) -> None:
+        """Notes that a tier will not have a snapshot, nor its window. Gives up the window under way if no tier will
+        have that: a failed disk does not matter while memory may."""
+        if contents.window is not None:
+            self._lost_windows[tier] = contents.window.start
+            tiers = [Tier.HOST] * self.outlives_process + [Tier.STORAGE] * contents.to_storage
+            if self.window is not None and all(self._lost_windows.get(tier) == self.window.start for tier in tiers):
+                self.give_up_window()
 
     def give_up_window(self) -> None:
         """No further slot of the window under way will be saved."""

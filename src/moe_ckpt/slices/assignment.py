@@ -49,11 +49,11 @@ def holders(catalog: Catalog, tensor: StateTensor | TensorSpec) -> Sequence[tupl
 
 @dataclass(frozen=True)
 class Weights:
-    """Bytes of the state that all peers hold. Sharded state counts as 0 here.
+    """Bytes of the state that all peers hold. Sharded state counts as 0.
 
     Attributes:
-        units: Of all operators but the experts, biggest first.
-        experts: Operator -> bytes.
+        units: Of all operators but the experts, the largest first.
+        experts: Expert -> bytes.
     """
 
     units: tuple[ShardingUnit, ...]
@@ -61,10 +61,12 @@ class Weights:
 
 
 def weigh(catalog: Catalog, tensors: Sequence[StateTensor], compute: ComputeTypes | None = None) -> Weights:
-    """Returns the weights of units, equal on all peers: only replicated tensors enter, which are the same on them.
+    """Returns the bytes of units and experts, equal on all peers, since only replicated tensors count.
 
     Args:
-        compute: Weigh what forward and backward read instead of the whole state, in these types.
+        catalog: Of the model.
+        tensors: This rank's.
+        compute: Weigh compute weights, in these types, instead of the whole state.
     """
     of_rows: dict[Name, int] = {}
     whole: dict[Name, int] = {}
@@ -90,12 +92,12 @@ def weigh(catalog: Catalog, tensors: Sequence[StateTensor], compute: ComputeType
 
 
 def is_weight(tensor: StateTensor | TensorSpec) -> bool:
-    """True for parameters, False for what optimizers keep of them."""
+    """Returns True for parameters, False for optimizer state."""
     return tensor.key.startswith("model/")
 
 
 def compute_bytes(tensor: StateTensor, compute: ComputeTypes, elements: int) -> int:
-    """Bytes of ``elements`` of a parameter as kernels read it."""
+    """Returns the bytes of so many elements of a parameter, in the type that kernels read."""
     dtype = compute.get(tensor.parameter)
     return elements * (tensor.local.element_size() if dtype is None else itemsize(dtype))
 
@@ -105,7 +107,7 @@ def operator_bytes(
 ) -> dict[str, OperatorBytes]:
     """Returns the bytes of each operator, all ranks together; equal on every rank.
 
-    Gradients are told if any tensor tells its own: what no optimizer updates has none.
+    The bytes of gradients are known if any tensor has a type of its gradient: one that no optimizer updates has none.
 
     Args:
         catalog: Of the model.
@@ -131,10 +133,10 @@ def operator_bytes(
 
 
 def coupled_operators(catalog: Catalog, specs: Sequence[TensorSpec]) -> tuple[frozenset[str], ...]:
-    """Groups of operators that share a parameter whose rows act on one another in its optimizer.
+    """Returns groups of operators that share a parameter whose rows affect one another in its optimizer.
 
-    Its optimizer state without rows (Adafactor's factor of the columns of a stack ``[E, D]``) must be as new as its
-    rows, so the home of that is in the group. Step counts, of no dimension, are told otherwise.
+    Optimizer state without rows, such as Adafactor's factor for the columns of a stack ``[E, D]``, must be as new as
+    the rows, so that its home is in the group. Step counts, which have no dimension, do not matter.
     """
     at_home = {tensor.parameter for tensor in specs if tensor.global_shape and not has_rows(catalog, tensor)}
     groups: list[frozenset[str]] = []
@@ -152,9 +154,9 @@ class UnitShare(NamedTuple):
     """The share of a unit that one rank writes.
 
     Attributes:
-        span: Of the unit.
-        rows: Those that the rank writes; ``span`` where it writes all.
-        first: They are the first ones, with which state without rows goes.
+        span: Rows of the unit.
+        rows: Rows that the rank writes; the very object ``span`` if it writes all.
+        first: The rank also writes state without rows, which belongs to the first rows.
     """
 
     span: Span
@@ -164,11 +166,11 @@ class UnitShare(NamedTuple):
 
 @dataclass(frozen=True)
 class WriteAssignment:
-    """The assignment of one checkpoint's replicated state to ranks: experts by their owners, the rest by ``shares``.
+    """The assignment of one checkpoint's replicated state to ranks: experts by their owners, all else by ``shares``.
 
     Attributes:
         owners: Expert -> the rank that writes it.
-        unit_shares: Rank -> operator that is no expert -> what the rank writes of it.
+        unit_shares: Rank -> operator that is no expert -> the shares of its units that the rank writes.
         shares: The checkpoint's units, and the bytes of each rank.
     """
 
@@ -182,7 +184,13 @@ Dealt = tuple[tuple[ShardingUnit, Sequence[RowRange]], ...]
 
 
 def _unit_shares(dealt: Dealt, peers: Mapping[int, int], rank: int) -> Mapping[str, Sequence[UnitShare]]:
-    """See ``WriteAssignment.unit_shares``; peers: rank -> its number in the parts."""
+    """Returns ``WriteAssignment.unit_shares`` of a rank.
+
+    Args:
+        dealt: All units with their parts.
+        peers: Rank -> its number in the parts.
+        rank: Whose.
+    """
     number, by_operator = peers.get(rank, -1), dict[str, list[UnitShare]]()
     for unit, parts in dealt:
         if len(parts) == 1:
@@ -222,10 +230,13 @@ class Sharder:
         compute_only: Collection[str] = (),
         compute: ComputeTypes | None = None,
     ) -> WriteAssignment:
-        """The shares of a checkpoint of ``operators``, which is what is balanced: their copies in host memory.
+        """Returns the assignment of a checkpoint, which gives each rank about as many bytes to copy.
 
         Args:
+            operators: Saved in full.
+            tensors: This rank's.
             compute_only: Operators of which only compute weights are saved, in the types ``compute``.
+            compute: See there.
         """
         weights = self._weigh(tensors)
         places, resting = places_of(self._catalog, operators), places_of(self._catalog, compute_only)
@@ -240,18 +251,18 @@ class Sharder:
             units = in_dealing_order(units)
         shares = shares_adaptive(units, preload)
         dealt = tuple(zip(shares.units, shares.dealt, strict=True))
-        if dealt != self._dealt:  # else whoever is asked for the shares of a rank gives the very same object again
+        if dealt != self._dealt:  # else ``unit_shares`` returns the very same object for a rank again
             self._dealt, self._unit_shares = dealt, lru_cache(partial(_unit_shares, dealt, self._number))
         return WriteAssignment(self._owners, self._unit_shares, shares)
 
     def _chosen(self, units: Sequence[ShardingUnit], places: Numbers) -> list[ShardingUnit]:
-        """Those of the operators at ``places``."""
+        """Returns the units of the operators at ``places`` of the catalog."""
         everything = self._catalog.everything
         chosen = {everything[at] for at in places[~self._catalog.is_expert[places]].tolist()}
         return [unit for unit in units if unit.operator in chosen]
 
     def _preload(self, preload: list[int], experts: Mapping[str, int], places: Numbers) -> None:
-        """Add the experts' bytes to what their owners write, those of peers too."""
+        """Adds the bytes of experts to the loads of their owners, as far as these are peers."""
         nbytes, at = self._expert_bytes(experts)[places], self._peer_of_expert[places]
         is_peer = at >= 0
         loads = np.array(preload, dtype=np.int64)
@@ -260,7 +271,7 @@ class Sharder:
 
     @cached_property
     def _peer_of_expert(self) -> Numbers:
-        """Of each operator: its owner's number among the peers; -1 where that is no peer, or it is no expert."""
+        """For each operator its owner's number among the peers; -1 if that is no peer, or the operator no expert."""
         alone = len(self._peers) == 1 and not self._apart
         peers = np.full(len(self._catalog.operators), -1, dtype=np.int64)
         for op, rank in self._owners.items():
@@ -268,13 +279,13 @@ class Sharder:
         return peers
 
     def _bytes_of_experts(self, experts: Mapping[str, int]) -> Numbers:
-        """Of each operator; 0 where none are known."""
+        """Returns the bytes of each operator of the catalog; 0 for one that is not in ``experts``."""
         sizes = np.zeros(len(self._catalog.operators), dtype=np.int64)
         sizes[places_of(self._catalog, experts.keys())] = list(experts.values())
         return sizes
 
     def _weigh(self, tensors: Sequence[StateTensor]) -> Weights:
-        """Weighs again when a tensor is another object than last time, which is rare for plain tensors."""
+        """Returns the weights of these tensors, which are computed again only if one of them is another object."""
         if self._weights is None or (
             tensors is not self._weighed
             and (len(tensors) != len(self._weighed) or not all(map(is_, tensors, self._weighed)))
@@ -285,7 +296,7 @@ class Sharder:
         return self._weights
 
     def _weigh_compute(self, tensors: Sequence[StateTensor], compute: ComputeTypes) -> Weights:
-        """After ``_weigh`` of the same tensors, whose memory this shares."""
+        """Returns the weights of compute weights. Call ``_weigh`` with the same tensors before."""
         if self._compute_weights is None or compute != self._compute_types:
             light = weigh(self._catalog, tensors, compute)
             weights = [tensor for tensor in tensors if is_weight(tensor)]
@@ -294,10 +305,10 @@ class Sharder:
         return self._compute_weights
 
     def _with_peers_experts(self, weights: Weights, tensors: Sequence[StateTensor]) -> Weights:
-        """Under expert parallelism, what the experts weigh that this rank or a peer writes.
+        """Returns ``weights`` with the experts that peers write, under expert parallelism.
 
-        Experts of a layer weigh alike, so those of this rank tell what the others weigh, those too that a peer writes:
-        all peers must come to the same numbers, and some may write no expert.
+        All peers must compute the same numbers, although each has other experts, or none. Experts of a layer have the
+        same size, so that those of this rank give the size of the others.
         """
         if not self._apart:
             return weights

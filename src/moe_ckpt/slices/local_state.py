@@ -4,6 +4,7 @@ large its share of a complete checkpoint will be, as far as that is known before
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import chain, filterfalse
 from math import prod
@@ -32,20 +33,20 @@ if TYPE_CHECKING:
 
 
 _REMEMBERED = 1 << 14
-"""Slices described once and then looked up: those of operators that peers share by rows are described for each plan."""
+"""Entries that are made once and then looked up: those of units that peers share by rows are needed by each plan."""
 
 LocalRows: TypeAlias = tuple[int, int]
-"""Number of a tensor; place of the operator among its ``holders``. Numbers: the garbage collector passes them over."""
+"""Number of a tensor, and of the operator among its ``holders``: the garbage collector does not visit numbers."""
 
 
 class LocalState:
-    """This rank's tensors, by operator. Describing a snapshot costs time for what it saves, not for the whole model.
+    """This rank's tensors, by operator. Takes time for the operators that a snapshot saves, not for the whole model.
 
     Args:
         catalog: Of the model.
         tensors: This rank's.
-        source: Another rank, of whose share this is only what this rank's tensors also hold; None for the rank's own.
-        alike: What is replicated here is so on ``source``.
+        source: Another rank, for the part of its share that this rank's tensors also hold; None for the own share.
+        alike: State that is replicated on this rank is so on ``source``.
     """
 
     def __init__(
@@ -56,13 +57,13 @@ class LocalState:
         self.local_rows: dict[str, list[LocalRows]] = {}
         """Operator -> its rows of this rank's tensors."""
         self.scattered: list[tuple[Operator, Span, StateTensor]] = []
-        """State without rows of parameters that others than its home have a share in, with its home."""
+        """State without rows (Adam's ``step``) of parameters that several operators share, each with its home."""
         self._shelf = Shelf()
         self._places = {key: at for at, key in enumerate(sorted(tensor.key for tensor in tensors))}
         self._own_scattered: dict[str, int] = {}
         self._full, self._light = _DescribedCuts(), _DescribedCuts()
         self._compute: ComputeTypes = {}
-        # Narrowing a tensor that autograd watches is slow. No other object where it does not: there are thousands.
+        # Narrowing a tensor that autograd tracks is slow. The others are used as they are, since there are thousands.
         local = (tensor.local for tensor in tensors)
         self._blocks = [block.detach() if block.requires_grad else block for block in local]
         for number, tensor in enumerate(tensors):
@@ -78,22 +79,23 @@ class LocalState:
 
     @property
     def is_crowded(self) -> bool:
-        """True if so many descriptions were made for one plan only that it should be rebuilt."""
+        """True if so many slices serve one plan only that this object should be made anew."""
         return self._shelf.transient > max(_REMEMBERED, len(self._shelf.entries) // 2)
 
     def cuts(
         self, operators: Collection[str], assignment: WriteAssignment, rank: int, compute: ComputeTypes | None = None
     ) -> Cuts:
-        """Returns what ``rank`` writes of ``operators``, none of it empty: all state, or weights in the types
-        ``compute``.
+        """Returns the slices that ``rank`` writes of ``operators``, none of them empty: all state, or weights in the
+        types ``compute``.
 
-        Of an operator the very same cuts again, but of units that peers share by rows. What other ranks hold costs no
-        bytecode, nor do operators that are known, as long as units are assigned as before.
+        An operator has the same cuts each time, except for units that peers share by rows. Operators of other ranks
+        cost no bytecode, nor do operators with cuts, as long as units are assigned as before.
         """
         if compute is not None and compute is not self._compute and compute != self._compute:
             self._light, self._compute = _DescribedCuts(), compute
         catalog, described = self.catalog, self._full if compute is None else self._light
-        described.begin(rank, len(self._is_local))
+        if rank != described.rank:
+            described.rank, described.cuts = rank, np.full(len(self._is_local), -1)
         places = places_of(catalog, operators)
         places = places[self._is_local[places]]
         for at in places[described.cuts[places] < 0].tolist():
@@ -103,7 +105,10 @@ class LocalState:
                 described.apart[at, writes] = self._describe(operator, writes, compute)
             described.cuts[at] = described.apart[at, writes]
         others = places[~catalog.is_expert[places]].tolist()
-        units = described.cuts_of(unit_shares := assignment.unit_shares(rank))
+        unit_shares = assignment.unit_shares(rank)
+        if unit_shares is not described.unit_shares:
+            described.unit_shares, described.cuts_of_units = unit_shares, {}
+        units = described.cuts_of_units
         for at in filterfalse(units.__contains__, others):
             operator = catalog.everything[at]
             units[at] = [self._unit(operator, share, described, compute) for share in unit_shares.get(operator, ())]
@@ -111,11 +116,11 @@ class LocalState:
         return self._filled(np.concatenate([described.cuts[places], of_units]))
 
     def _filled(self, cuts: Numbers) -> Cuts:
-        """Those that are not empty."""
+        """Returns the cuts that are not empty."""
         return Cuts(self._shelf, cuts[self._shelf.bounds(cuts)[:, 1] > 0])
 
     def _unit(self, operator: str, share: UnitShare, described: _DescribedCuts, compute: ComputeTypes | None) -> int:
-        """What is replicated of one unit, as far as it was given to the rank."""
+        """Returns the number of the cut with a rank's share of the replicated state of one unit."""
         number = described.units.get((operator, share))
         if number is None:
             number = self._describe(operator, share, compute)
@@ -133,8 +138,8 @@ class LocalState:
         rank: int,
         compute: ComputeTypes,
     ) -> Cuts:
-        """Returns what ``rank`` writes besides, so that the step after one slot of a sparse window can be computed
-        again: weights of ``compute_only`` in the types ``compute``, and state whose home is anchored in another slot.
+        """Returns the slices that ``rank`` writes besides, for a replay of the step after one slot of a sparse window:
+        weights of ``compute_only`` in the types ``compute``, and state whose home is anchored in another slot.
 
         Args:
             assignment: Of ``anchored`` and ``compute_only``.
@@ -154,10 +159,13 @@ class LocalState:
         return self._shelf.add(operator, pieces, self._places, self.catalog.index_of[operator])
 
     def _describe(self, operator: str, share: UnitShare | bool, compute: ComputeTypes | None) -> int:
-        """Describe an operator. Returns the number of its cut.
+        """Makes the cut of an operator. Returns its number.
 
         Args:
-            share: One unit alone, and what of it; else whether what is replicated is in it beside what is not.
+            operator: Id of the operator.
+            share: A share of one unit, for its replicated state alone; else whether replicated state is in the cut,
+                beside state that is not replicated.
+            compute: As of ``cuts``.
         """
         prefix, types = "" if compute is None else REPLAY, compute or {}
         pieces = []
@@ -178,7 +186,7 @@ class LocalState:
         return self._add(operator, pieces)
 
     def _rows(self, tensor: StateTensor, span: Span, share: UnitShare) -> Span | None:
-        """Those that were given of a tensor with the operator's rows ``span``; None for none."""
+        """Returns the rows of a tensor that ``share`` gives, of the operator's rows ``span``; None for none."""
         if not tensor.replicated or span != share.span:
             return None
         if share.rows is share.span or has_rows(self.catalog, tensor):
@@ -186,49 +194,38 @@ class LocalState:
         return span if share.first else None
 
 
+@dataclass(eq=False)
 class _DescribedCuts:
-    """What was described of operators, by the numbers of cuts.
+    """Numbers of the cuts that were made of operators.
 
     Attributes:
-        apart: By place of the operator, and whether the writer writes what is replicated of it: all but ``units``.
-        units: Of operators that are no experts, what is replicated of one unit.
-        cuts: Of each place, of ``apart``, what the newest rank writes; -1 where that is not known.
+        apart: (number of the operator in the catalog, whether replicated state is in the cut) -> all but ``units``.
+        units: Share of a unit of an operator that is no expert -> its replicated state.
+        rank: The rank of the newest ``LocalState.cuts``.
+        cuts: For each operator of the catalog the cut of ``apart`` that ``rank`` writes; -1 where there is none yet.
+        unit_shares: Those of ``rank``. Operators that are no experts are in every plan, nearly always with this very
+            object, so that no unit need be looked up.
+        cuts_of_units: Number of an operator -> the cuts of its ``unit_shares``.
     """
 
-    def __init__(self) -> None:
-        self.apart: dict[tuple[int, bool], int] = {}
-        self.units: dict[tuple[str, UnitShare], int] = {}
-        self.cuts: Numbers = np.zeros(0, dtype=np.int64)
-        self._rank: int | None = None
-        self._unit_shares: Mapping[str, Sequence[UnitShare]] = {}
-        self._cuts_of_units: dict[int, list[int]] = {}
-
-    def begin(self, rank: int, operators: int) -> None:
-        """``rank`` is asked about, of a catalog of so many operators."""
-        if rank != self._rank:
-            self.cuts, self._rank = np.full(operators, -1), rank
-
-    def cuts_of(self, unit_shares: Mapping[str, Sequence[UnitShare]]) -> dict[int, list[int]]:
-        """Place of an operator -> the cuts of what was given of its units, as far as known.
-
-        What is no expert is in every plan, and nearly always given as before: by the very same ``unit_shares`` then,
-        so that no unit need be looked up.
-        """
-        if unit_shares is not self._unit_shares:
-            self._unit_shares, self._cuts_of_units = unit_shares, {}
-        return self._cuts_of_units
+    apart: dict[tuple[int, bool], int] = field(default_factory=dict)
+    units: dict[tuple[str, UnitShare], int] = field(default_factory=dict)
+    rank: int | None = None
+    cuts: Numbers = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    unit_shares: Mapping[str, Sequence[UnitShare]] = field(default_factory=dict)
+    cuts_of_units: dict[int, list[int]] = field(default_factory=dict)
 
 
 class Repeated:
-    """Tells which state without rows (Adam's ``step``) is needed besides what is anchored: that of a parameter that is
-    anchored in part, whose home may be anchored in another slot. The optimizer needs it from here on."""
+    """Tells which state without rows (Adam's ``step``) a slot must repeat: that of a parameter of which the slot
+    anchors some rows, but not the home. The optimizer needs it from this slot on."""
 
     def __init__(self, catalog: Catalog, anchored: Collection[str]) -> None:
         self._catalog, self._anchored = catalog, frozenset(anchored)
         self._in_part: dict[frozenset[str], bool] = {}
 
     def has(self, parameter: str, home: Operator) -> bool:
-        """Returns whether the state of a parameter that is at ``home`` is needed."""
+        """Returns whether the slot must repeat the state of a parameter that belongs to ``home``."""
         if home.id in self._anchored:
             return False
         sharing = self._catalog.sharing[parameter]  # a layer's stacks are shared by the same experts
@@ -240,7 +237,7 @@ class Repeated:
 def _piece(
     operator: str, span: Span, tensor: StateTensor, block: torch.Tensor, prefix: str = "", dtype: str | None = None
 ) -> SliceSource | None:
-    """The part of the span's rows that lies in this rank's ``block``, or None if none does."""
+    """Returns the part of the span's rows that this rank's ``block`` has; None if it has none."""
     offsets, local = tensor.offsets, block
     if tensor.global_shape:
         start, stop = span.rows(tensor.global_shape)
@@ -259,19 +256,8 @@ def _piece(
     return SliceSource(entry, local, block)
 
 
-@lru_cache(maxsize=_REMEMBERED)
-def _entry(
-    key: str,
-    operator: str,
-    dtype: str,
-    offsets: tuple[int, ...],
-    shape: tuple[int, ...],
-    global_shape: tuple[int, ...],
-    *,
-    on_param_device: bool,
-) -> SliceEntry:
-    """Entries are values and the same at every step; remembering them also keeps their names and sizes."""
-    return SliceEntry(key, operator, dtype, offsets, shape, global_shape, on_param_device=on_param_device)
+_entry = lru_cache(maxsize=_REMEMBERED)(SliceEntry)
+"""Makes entries, which are values, and the same at every step. A cached entry has its name and size already."""
 
 
 # --- before training ---
@@ -280,10 +266,10 @@ _MOMENTS = 2
 
 
 class ExpectedShare:
-    """This rank's share once its optimizer has state.
+    """The size of this rank's share once its optimizer has state.
 
-    Where the optimizer has none yet, two moments are counted for each weight that it updates (Adam), in the type in
-    which it consumes gradients.
+    If the optimizer has none yet, two moments are counted for each weight that it updates (Adam), in the type of the
+    gradients that it consumes.
 
     Args:
         tensors: This rank's, as they are now.
@@ -295,18 +281,18 @@ class ExpectedShare:
         self._divided = any(not tensor.updated_here for tensor in tensors)  # by a distributed optimizer
         self._moments = self._missing_moments({spec.parameter: spec for spec in specs if is_weight(spec)})
         self.is_estimated = bool(self._moments)
-        """Whether such moments are counted."""
+        """True if such moments are counted."""
 
     @property
     def most_nbytes(self) -> int:
-        """The bytes that this rank holds: its share if it has no peers, and more than that otherwise."""
+        """Bytes of this rank's tensors: its share if it has no peers, and more than its share otherwise."""
         return sum(tensor.local.nbytes for tensor in self._tensors) + sum(n for _, n in self._moments)
 
     def nbytes(self, catalog: Catalog, placement: Placement, rank: int) -> int:
-        """Returns the bytes that this rank writes, plain state apart: its own, and its part of what its peers hold as
-        well.
+        """Returns the bytes that this rank writes, without plain state: its own tensors, and its share of the tensors
+        that its peers hold as well.
 
-        Takes as long as describing a first snapshot.
+        Takes as long as to describe a first snapshot.
 
         Args:
             catalog: Of the model.
@@ -323,7 +309,7 @@ class ExpectedShare:
         return written + own_moments + (written - undivided) * moments // max(1, alike)
 
     def _missing_moments(self, weights: Mapping[str, TensorSpec]) -> list[tuple[StateTensor, int]]:
-        """Each block of weights that this rank's optimizer updates, with the bytes of moments that it will make."""
+        """Returns each block of weights that this rank's optimizer updates, with the bytes of its future moments."""
         updated = [
             (tensor, weights[tensor.parameter].dtype, gradient)
             for tensor in self._tensors
@@ -338,7 +324,8 @@ class ExpectedShare:
 
 
 def roughly(specs: Iterable[TensorSpec]) -> int:
-    """Bytes of a complete checkpoint of all ranks with Adam's moments, and masters where gradients are of another type.
+    """Returns the bytes of a complete checkpoint of all ranks with Adam's moments, and with master weights for
+    parameters whose gradients are of another type.
 
     Args:
         specs: Of all ranks' tensors.

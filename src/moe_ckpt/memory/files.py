@@ -14,7 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from moe_ckpt.errors import ConfigError, DamagedError, MemoryFullError
+from moe_ckpt.format.shard import SliceEntry
 from moe_ckpt.format.slot import SlotHeader
 from moe_ckpt.memory.arena import ARENA, COPIES, FULL, Arena, Buffer
 from moe_ckpt.memory.directory import (
@@ -50,6 +53,12 @@ class FoundSlot:
 
     slot: Slot
     header: SlotHeader
+
+    def slices(self) -> Iterator[tuple[SliceEntry, torch.Tensor]]:
+        """Yields each slice with its bytes (uint8, a view). Raises ``DamagedError`` if a part is of another slot."""
+        for part in self.header.parts:
+            for entry in self.header.slices(part, str(self.slot.path)):
+                yield entry, self.slot.memory[part.begin + entry.begin : part.begin + entry.end]
 
 
 class MemoryFiles:
@@ -429,23 +438,18 @@ def sweep(beginning: Path) -> int:
         How many bytes were freed.
     """
     freed = 0
-    for run in entries(beginning.parent):
+    for run in [run for run in entries(beginning.parent) if run != beginning and run.is_dir()]:
+        nbytes = used_bytes(run)
         try:
-            freed += _swept(run) if run != beginning and run.is_dir() else 0
+            if _is_over(run) and remove_run(run):
+                nbytes -= used_bytes(run)
+                freed += nbytes
+                log.info("%s: %s bytes of an ended run were removed", run, f"{nbytes:,}")
+            elif nbytes:
+                log.info("%s holds %s bytes of another run; moe-ckpt memory lists them", run, f"{nbytes:,}")
         except OSError as error:
             log.warning("%s is not touched: %s", run, error)
     return freed
-
-
-def _swept(run: Path) -> int:
-    nbytes = used_bytes(run)
-    if _is_over(run) and remove_run(run):
-        nbytes -= used_bytes(run)
-        log.info("%s: %s bytes of an ended run were removed", run, f"{nbytes:,}")
-        return nbytes
-    if nbytes:
-        log.info("%s holds %s bytes of another run; moe-ckpt memory lists them", run, f"{nbytes:,}")
-    return 0
 
 
 def used_bytes(*paths: Path) -> int:
@@ -460,20 +464,15 @@ def used_bytes(*paths: Path) -> int:
 
 
 def _is_over(run: Path) -> bool:
-    owners = [owner_of(path) for _, _, path in rank_directories(run)]
+    paths = [path for _, _, path in rank_directories(run)]
+    owners = list(map(owner_of, paths))
     if owners and all(owner.boot_id not in ("", boot_id()) for owner in owners):
         return True
-    newest = max([_touched(run), *(owner.begun_unix_secs for owner in owners)])
-    return time.time() - newest > _ABANDONED_SECS
-
-
-def _touched(run: Path) -> float:
-    """Returns when a slot of the run was sealed last, or a directory made, in seconds since the epoch."""
-    touched = 0.0
-    for path in (run, *entries(run), *(path for _, _, path in rank_directories(run))):
+    newest = max((owner.begun_unix_secs for owner in owners), default=0.0)
+    for path in (run, *entries(run), *paths):  # a directory changes when a slot is sealed there
         with contextlib.suppress(OSError):
-            touched = max(touched, path.lstat().st_mtime)
-    return touched
+            newest = max(newest, path.lstat().st_mtime)
+    return time.time() - newest > _ABANDONED_SECS
 
 
 def _taken(run: Path, held: contextlib.ExitStack) -> list[RankDirectory] | None:

@@ -73,17 +73,12 @@ class SlotChecker:
         self._pool.shutdown()
 
     def _is_sound(self, candidate: FoundSlot) -> bool:
-        path, memory = str(candidate.slot.path), candidate.slot.memory
         try:
-            expected = [
-                (memory[part.begin + entry.begin : part.begin + entry.end], entry.checksum)
-                for part in candidate.header.parts
-                for entry in candidate.header.slices(part, path)
-            ]
+            expected = [(data, entry.checksum) for entry, data in candidate.slices()]
             check = partial(self._are_as_written, candidate)
             return all(ahead(ThreadName.CHECK, READERS, check, _tasks(expected)))
         except Exception as error:  # whatever it is, the reader of the slot verifies it
-            log.info("%s is not verified ahead of time: %s", path, error)
+            log.info("%s is not verified ahead of time: %s", candidate.slot.path, error)
             return False
 
     def _are_as_written(self, candidate: FoundSlot, expected: Sequence[_Expected]) -> bool:

@@ -10,7 +10,7 @@ import xxhash
 
 from moe_ckpt.errors import DamagedError
 from moe_ckpt.memory.directory import Owner, holder_of, owner_of, rank_directories, slots_in, user_directory
-from moe_ckpt.memory.files import used_bytes
+from moe_ckpt.memory.files import FoundSlot, used_bytes
 from moe_ckpt.memory.slot import QUARANTINE_SUFFIX, Slot, read_header
 
 
@@ -94,13 +94,10 @@ def _sealed(path: Path, *, verify: bool) -> SlotFacts | None:
             return None
         slot, header = Slot.open(path)
         nbytes, step, writer, only = header.nbytes, header.step, header.rank, header.only
-        for part in header.parts:
-            entries = header.slices(part, str(path))
-            slices += len(entries)
-            for entry in entries if verify else ():
-                data = slot.memory[part.begin + entry.begin : part.begin + entry.end].numpy().data
-                if xxhash.xxh3_64_intdigest(data) != entry.checksum:
-                    raise DamagedError(str(path), f"slice {entry.name} of {entry.operator}: checksum mismatch")
+        for entry, data in FoundSlot(slot, header).slices():
+            slices += 1
+            if verify and xxhash.xxh3_64_intdigest(data.numpy().data) != entry.checksum:
+                raise DamagedError(str(path), f"slice {entry.name} of {entry.operator}: checksum mismatch")
     except FileNotFoundError:
         return None
     except DamagedError as error:

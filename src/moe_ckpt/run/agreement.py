@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, fields
+from functools import cache
 from itertools import islice
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -48,19 +49,15 @@ class Deferred(Generic[T]):
     """
 
     def __init__(self, make: Callable[[], T], events: Sequence[DeviceEvent] = ()) -> None:
-        self._make = make
-        self._events = events
-        self._values: list[T] = []
+        self._make, self._events = cache(make), events
         self._lock = threading.Lock()
 
     def result(self) -> T:
-        """The value. Not for the training thread, which would wait for the device."""
+        """Returns the value. Not for the training thread, which would wait for the device."""
         with self._lock:
-            if not self._values:
-                for event in self._events:
-                    event.synchronize()
-                self._values.append(self._make())
-            return self._values[0]
+            for event in self._events:
+                event.synchronize()
+            return self._make()
 
     def then(self, change: Callable[[T], U]) -> Deferred[U]:
         """Applies ``change`` to the value, when the result is read."""

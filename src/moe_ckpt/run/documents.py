@@ -211,22 +211,20 @@ def read_finished(storage: ReadableStorage, comm: Communicator, manifest: Manife
 
     A collective, called by all ranks before training.
     """
-    raw = comm.broadcast(_finished_of(storage) if comm.rank == 0 else b"")
+    raw = b""
+    if comm.rank == 0:
+        try:
+            document = bytes(read_sealed(storage, FINISHED_NAME))
+            Finished.decode(document, FINISHED_NAME)
+            raw = document
+        except FileNotFoundError:
+            pass
+        except (OSError, DamagedError, FormatVersionError) as error:
+            unfinished = "The run is treated as unfinished"
+            log.warning("%s of %s cannot be used: %s. %s", FINISHED_NAME, storage.root, error, unfinished)
+    raw = comm.broadcast(raw)
     if not raw:
         return None
     finished = Finished.decode(raw, FINISHED_NAME)
     end = (finished.run_id, finished.step, finished.generation)
     return finished if end == (manifest.run_id, manifest.step, manifest.generation) else None
-
-
-def _finished_of(storage: ReadableStorage) -> bytes:
-    """The record of the end, if there is one that can be used."""
-    try:
-        raw = bytes(read_sealed(storage, FINISHED_NAME))
-        Finished.decode(raw, FINISHED_NAME)
-        return raw
-    except FileNotFoundError:
-        return b""
-    except (OSError, DamagedError, FormatVersionError) as error:
-        log.warning("%s of %s cannot be used: %s. The run is treated as unfinished", FINISHED_NAME, storage.root, error)
-        return b""

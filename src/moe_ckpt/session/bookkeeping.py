@@ -170,18 +170,15 @@ class Bookkeeper:
         """Book what the ranks agreed on of ``memory.reports()``; no other agreement on that may be under way."""
         for settled in memory.settle(reduced):
             self.run_ledger.in_memory(settled.number, complete=settled.complete, copied=settled.copied)
-            if not settled.complete or (self._logs_for_peers and not settled.copied):
-                self._broken(settled.number)
-
-    def _broken(self, sequence: int) -> None:
-        """Snapshot ``sequence`` lacks some rank's share, or, where that matters, its copy."""
-        self.anchors.broken(sequence)
-        if self._logs_for_peers and self._leads and self.anchors.log_operators:
-            log.info(
-                "a peer lacks the copy of a step, so later gradients are of no use there: %d operators are sent in "
-                "full again",
-                len(self.anchors.log_operators),
-            )
+            if settled.complete and (settled.copied or not self._logs_for_peers):
+                continue
+            self.anchors.broken(settled.number)
+            if self._logs_for_peers and self._leads and self.anchors.log_operators:
+                log.info(
+                    "a peer lacks the copy of a step, so later gradients are of no use there: %d operators are sent in "
+                    "full again",
+                    len(self.anchors.log_operators),
+                )
 
     def _forget(self) -> None:
         self.run_ledger.forget()

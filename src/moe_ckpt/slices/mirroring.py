@@ -94,7 +94,12 @@ class MirroredShares:
                 self._local.clear()
                 self._sends = None
             self._tensors = tensors
-        return {f"{MIRROR}{source}": self._of(source).cuts(operators, assignment, source) for source in self._sources}
+        for source in self._sources:
+            if source not in self._local or self._local[source].is_crowded:
+                self._local[source] = LocalState(self._catalog, tensors, source, alike=source in self._alike)
+        return {
+            f"{MIRROR}{source}": self._local[source].cuts(operators, assignment, source) for source in self._sources
+        }
 
     def cuts_of_gradients(
         self, operators: Collection[str], gradients: Sequence[StateTensor], assignment: WriteAssignment
@@ -102,13 +107,6 @@ class MirroredShares:
         """Returns the same of consumed gradients, which are other tensors at each step: nothing is kept of them."""
         local = {s: LocalState(self._catalog, gradients, s, alike=s in self._alike) for s in self._sources}
         return {f"{MIRROR}{source}": local[source].cuts(operators, assignment, source) for source in self._sources}
-
-    def _of(self, source: int) -> LocalState:
-        local = self._local.get(source)
-        if local is None or local.is_crowded:
-            local = LocalState(self._catalog, self._tensors, source, alike=source in self._alike)
-            self._local[source] = local
-        return local
 
 
 @dataclass(frozen=True, eq=False)

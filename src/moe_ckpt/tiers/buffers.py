@@ -328,7 +328,7 @@ class WorkThread:
         if self._is_closed:
             return False
         try:
-            self._tasks = self._tasks or TaskThread(ThreadName.MAKE, _say_unmade)
+            self._tasks = self._tasks or TaskThread(ThreadName.MAKE, partial(log.exception, "memory was not made: %s"))
         except RuntimeError:  # no thread can be started
             return False
         is_used: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
@@ -347,8 +347,3 @@ class WorkThread:
         self._is_closed = True
         if self._tasks is not None:
             self._tasks.close()
-
-
-def _say_unmade(error: Exception) -> None:
-    """Logs an error; the next snapshot tries again."""
-    log.error("memory could not be made ahead of time", exc_info=error)

@@ -199,16 +199,13 @@ def _attempt(memory: Memory, action: Callable[[], T]) -> tuple[T | None, Excepti
         return None, error
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        mend = f". {_clearing(memory.root)} {LARGER_FILE_SYSTEM}" if full else ""
-        return None, StoreUnwritableError(f"Memory(directory={memory.root!r}) cannot be used: {error}{mend}")
-
-
-def _clearing(root: str) -> str:
-    where = f"--directory {shlex.quote(root)}"
-    return (
-        f"`moe-ckpt memory {where}` lists what your runs left there, and `moe-ckpt memory clear --run ID {where}` "
-        "frees what one of them would go on from at its next start."
-    )
+        where = f"--directory {shlex.quote(memory.root)}"
+        mend = (
+            f". `moe-ckpt memory {where}` lists what your runs left there, and `moe-ckpt memory clear --run ID {where}` "
+            f"frees what one of them would go on from at its next start. {LARGER_FILE_SYSTEM}"
+        )
+        why = f"{error}{mend if full else ''}"
+        return None, StoreUnwritableError(f"Memory(directory={memory.root!r}) cannot be used: {why}")
 
 
 def _on_all_ranks(result: T | None, trouble: Exception | None, failed: int) -> T:

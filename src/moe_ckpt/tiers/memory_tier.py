@@ -297,18 +297,14 @@ class MemoryTier:
                 self._release_unneeded()
         if newest:
             self.left_slots.remove()
-        if self.replicator is not None and settled:
-            self._release_copies(self.replicator)
+        if self.replicator is not None and settled:  # copies of peers' snapshots that no recovery needs any more
+            with self._lock:
+                entries = self._entries.values()
+                retained = {*self._needed(), *self._open, *range(self._next, self._next + _AHEAD)}
+                spare = with_newest_experts(entries) - retained
+                over = _over(entries)
+            self.replicator.store.release_except(retained | spare, spare, over)
         return sorted(settled)
-
-    def _release_copies(self, replicator: Replicator) -> None:
-        """Releases the copies of peers' snapshots that no recovery needs any more."""
-        with self._lock:
-            entries = self._entries.values()
-            retained = {*self._needed(), *self._open, *range(self._next, self._next + _AHEAD)}
-            spare = with_newest_experts(entries) - retained
-            over = _over(entries)
-        replicator.store.release_except(retained | spare, spare, over)
 
     def _note_newest(self) -> list[_Entry]:
         """Returns the snapshots of the newest checkpoint of this life that all ranks hold, and notes its steps."""

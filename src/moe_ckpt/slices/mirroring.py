@@ -94,12 +94,11 @@ class MirroredShares:
                 self._local.clear()
                 self._sends = None
             self._tensors = tensors
+        local = self._local
         for source in self._sources:
-            if source not in self._local or self._local[source].is_crowded:
-                self._local[source] = LocalState(self._catalog, tensors, source, alike=source in self._alike)
-        return {
-            f"{MIRROR}{source}": self._local[source].cuts(operators, assignment, source) for source in self._sources
-        }
+            if source not in local or local[source].is_crowded:
+                local[source] = LocalState(self._catalog, tensors, source, alike=source in self._alike)
+        return {f"{MIRROR}{source}": local[source].cuts(operators, assignment, source) for source in self._sources}
 
     def cuts_of_gradients(
         self, operators: Collection[str], gradients: Sequence[StateTensor], assignment: WriteAssignment

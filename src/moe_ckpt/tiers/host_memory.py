@@ -201,8 +201,8 @@ def _attempt(memory: Memory, action: Callable[[], T]) -> tuple[T | None, Excepti
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         where = f"--directory {shlex.quote(memory.root)}"
         mend = (
-            f". `moe-ckpt memory {where}` lists what your runs left there, and `moe-ckpt memory clear --run ID {where}` "
-            f"frees what one of them would go on from at its next start. {LARGER_FILE_SYSTEM}"
+            f". `moe-ckpt memory {where}` lists what your runs left there, and `moe-ckpt memory clear --run ID "
+            f"{where}` frees what one of them would go on from at its next start. {LARGER_FILE_SYSTEM}"
         )
         why = f"{error}{mend if full else ''}"
         return None, StoreUnwritableError(f"Memory(directory={memory.root!r}) cannot be used: {why}")

@@ -1,9 +1,9 @@
-"""The numbers that ranks send each other once per step, so that all plan from the same numbers.
+"""The numbers that ranks send each other once per step, so that all make the same plan.
 
-``StepConsensus`` declares it: the types of its fields say how values of all ranks become one.
-Token counts are summed; everything else is sent as numbers of which a maximum is right. On several ranks, and where
-counts come from a device, the messages of a step travel while the next one is computed: no rank waits for them, and a
-plan is made from what was true a step before. ``Deferred`` is a value that may still be on its way from a device.
+``StepConsensus`` declares them: the type of a field says how the values of all ranks become one. Token counts are
+summed; all else is sent as numbers whose maximum counts. On several ranks, and if counts come from a device, the
+messages of a step are sent while the next step is computed: no rank waits for them, and a plan uses the agreement of
+the step before. ``Deferred`` is a value that may still be on its way from a device.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ _NANO = 1e9
 _PICO = 1e12
 _RATE = "_per_sec"
 _MOST_ENDED = 32
-"""Snapshots that a step says have ended; more than can be in flight, so none is ever left for later."""
+"""Snapshots in one agreement that have ended: more than can be in flight, so that none waits for a later step."""
 
 
 class DeviceEvent(Protocol):
     """A point in a device's work, such as ``torch.cuda.Event``."""
 
     def synchronize(self) -> None:
-        """Return when the device has come so far."""
+        """Returns when the device has reached this point."""
         ...
 
 
 class Deferred(Generic[T]):
-    """A value to come. Reading it waits for the device; passing it on does not. May be used by several threads.
+    """A value to come. Reading it waits for a device; passing it on does not. Safe to use from several threads.
 
     Args:
-        make: Gives the value. Called once, when all events have happened.
-        events: None if the value needs no device.
+        make: Returns the value. Called once, after all events.
+        events: Of the device; none if the value needs no device.
     """
 
     def __init__(self, make: Callable[[], T], events: Sequence[DeviceEvent] = ()) -> None:
@@ -60,37 +60,37 @@ class Deferred(Generic[T]):
             return self._make()
 
     def then(self, change: Callable[[T], U]) -> Deferred[U]:
-        """Applies ``change`` to the value, when the result is read."""
+        """Returns the value after ``change``, which is called when the result is read."""
         return Deferred(lambda: change(self.result()))
 
 
 Ended = tuple[tuple[bool, bool], ...]
-"""Snapshots for storage that ended, in the order in which they began: whether they were committed, and whether files
-that they build upon are gone from storage."""
+"""Snapshots for storage that ended, in the order of their beginning: (committed; files that they build upon are gone
+from storage)."""
 
 
 @dataclass(frozen=True)
 class StepConsensus:
-    """A rank's message at the end of a step, and what the ranks agree on: equal on every rank then.
+    """A rank's message at the end of a step, and the agreement that is made of the messages, equal on every rank.
 
-    Flags are true if they are on any rank; times are the longest, and rates the slowest.
+    A flag is true if it is true on any rank; of times the longest counts, of rates the slowest.
 
     Attributes:
         busy: Some rank cannot take another snapshot now.
-        storage_busy: Some rank's storage is so far behind that the next snapshot should stay in memory only.
+        storage_busy: Some rank's storage is so far behind that the next snapshot should stay in memory.
         copies_behind: Some rank's peers are so far behind that the next snapshot should not be sent.
-        used_up: Some rank's budget has no room beside what memory must keep, or may have to (``Room.is_used_up``).
+        used_up: Some rank's budget has no room beside the snapshots that memory must, or may have to, keep
+            (``Room.is_used_up``).
         tight: Some rank's memory does not hold two checkpoints (``Room.is_tight``).
         edited: On some rank, something other than the optimizer changed weights or optimizer state, so that the step
             does not follow from its gradients.
         gone: The newest checkpoint is no longer on storage.
-        persist_secs: The longest time one of those that ``ended`` took from beginning to commit.
-        secs: Rank 0's clock; None before the ranks have agreed on a step.
+        persist_secs: The longest time from beginning to commit, of the snapshots ``ended``.
+        secs: Rank 0's clock; None before the first agreement.
         ended: Snapshots that ended since the last step, in order.
-        sends: What must be sent to some rank's peers (``MirroredShares.sends``).
+        sends: State that must be sent to some rank's peers (``MirroredShares.sends``).
         measured: Times and rates.
-        in_memory: What is true of all ranks, of the snapshots that ``MemoryTier.reports`` was about: number by number
-            the largest, of a list that is as long on every rank.
+        in_memory: Maximum over ranks of each number of ``MemoryTier.reports``.
     """
 
     busy: bool = False
@@ -114,24 +114,23 @@ _MEASURED = [f.name for f in fields(Measured)]
 _OF_FIRST: dict[str, Any] = {
     f.name: f.default for f in fields(StepConsensus) if f.name in ("gone", "persist_secs", "secs", "ended")
 }
-"""Fields of which only rank 0's value counts: ranks that learned of a commit at different times would plan
-differently."""
+"""Fields of which only rank 0's value counts: ranks that hear of a commit at different times would plan differently."""
 _LENGTHS = [len(_FLAGS), len(_TIMES) + len(_MEASURED), len(Sends._fields), 2]
-"""Numbers of each kind, in the order in which they travel; those of memory come last."""
+"""How many numbers there are of each kind, in their order in a message; those of memory come last."""
 
 
 def pack(status: StepConsensus, *, leads: bool) -> Counts:
-    """Returns what a rank sends, such that the maximum over ranks is what they agree on.
+    """Returns a rank's message: numbers of which the maximum over ranks is the agreement.
 
-    A time or rate that is not known travels as 0, and of times and rates the least is 1.
+    A time or rate is sent as a number from 1 on, and as 0 if it is not known.
 
     Args:
         status: Of the rank.
-        leads: It is rank 0.
+        leads: True on rank 0.
     """
     facts = vars(status) if leads else {**vars(status), **_OF_FIRST}
     times = [*((name, facts[name]) for name in _TIMES), *vars(status.measured).items()]
-    committed = lost = 1  # this bit says how many there are
+    committed = lost = 1  # the highest bit, whose position tells how many there are
     for is_committed, is_lost in facts["ended"][:_MOST_ENDED]:
         committed, lost = committed << 1 | is_committed, lost << 1 | is_lost
     numbers = [
@@ -149,7 +148,7 @@ def pack(status: StepConsensus, *, leads: bool) -> Counts:
 
 
 def unpack(largest: Counts) -> StepConsensus:
-    """Returns what the ranks agreed on, from the maxima over ranks of what they sent."""
+    """Returns the agreement, from the maximum over ranks of each number."""
     numbers = iter(largest.tolist())
     flags, times, sends, bits = (tuple(islice(numbers, count)) for count in _LENGTHS)
     values = [
@@ -175,10 +174,10 @@ class StepTokens:
 
     Attributes:
         applied: ``[L, E]`` tokens whose update the step applied.
-        soft: ``[L, E]`` of their gate weights, in whole numbers of any unit; None if the policy does not go by them.
-        assigned: ``[L, E]`` tokens that the router assigned, those too that were dropped or whose step was skipped;
-            None if they are the same.
-        deficit: ``[L, E]`` tokens that experts have still to make up after the step; None if none has or had any.
+        soft: ``[L, E]`` sums of their gate weights, as whole numbers of any unit; None if the policy does not use them.
+        assigned: ``[L, E]`` tokens that the router assigned, also those that were dropped or whose update was skipped;
+            None if they are the same as ``applied``.
+        deficit: ``[L, E]`` tokens that experts must still make up after the step; None if there were none.
     """
 
     applied: Counts
@@ -191,28 +190,28 @@ class StepTokens:
         return self.applied if self.assigned is None else self.assigned
 
     def of_iteration(self, updated: bool) -> StepTokens:
-        """Returns the tokens with ``assigned``, which ranks must have alike; without an update nothing was applied."""
+        """Returns the tokens with ``assigned``, which all ranks have or none. Without an update none are applied."""
         return StepTokens(self.applied * int(updated), self.soft, self.popularity, self.deficit)
 
     def joined(self) -> Counts:
-        """All of it in one array, for ``split``."""
+        """Returns all counts in one array, for ``split``."""
         return np.concatenate([counts for counts in vars(self).values() if counts is not None])
 
     def split(self, joined: Counts) -> StepTokens:
-        """Numbers of the same kinds out of one array."""
+        """Returns counts of the same kinds as these, from an array of ``joined``."""
         kinds = [name for name, counts in vars(self).items() if counts is not None]
         return StepTokens(**dict(zip(kinds, np.split(joined, len(kinds)), strict=True)))
 
 
 class StepAgreement:
-    """Sends and receives, one step after the other. For the training thread only.
+    """Sends and receives the messages of one step after the other. For the training thread only.
 
-    On one rank without a device a step's consensus is there at once. Else it is received a step later
-    (``Communicator.agrees_late``), when the device and the messages have had the next forward and backward pass;
-    ``receive`` waits only if they were slower.
+    On one rank without a device the agreement on a step is there at once. Else it is received a step later
+    (``Communicator.agrees_late``), after the next forward and backward pass; ``receive`` waits only if device or
+    messages were slower than that.
 
     Attributes:
-        waited_secs: That ``receive`` has waited in all.
+        waited_secs: Total time that ``receive`` has waited.
     """
 
     def __init__(self, comm: Communicator) -> None:
@@ -221,14 +220,15 @@ class StepAgreement:
         self._sent: tuple[int, Deferred[StepTokens], Future[tuple[Counts, Counts]]] | None = None
 
     def send(self, step: int, tokens: Deferred[StepTokens], status: StepConsensus) -> Future[tuple[Counts, Counts]]:
-        """Begin to agree on the end of ``step``; all ranks, every step. Returns sums and maxima to come."""
+        """Begins to agree on the end of ``step``; on all ranks, every step. Returns sums and maxima to come."""
         numbers = pack(status, leads=self._comm.rank == 0)
         agreed = self._comm.start_agreement(lambda: tokens.result().joined(), numbers)
         self._sent = step, tokens, agreed
         return agreed
 
     def receive(self) -> tuple[int, StepTokens, StepConsensus] | None:
-        """Returns the step sent last, its tokens of all ranks and what else they agreed on, once; None after that.
+        """Returns the step of the last ``send``, the tokens of all ranks, and the agreement; None from the second call
+        on.
 
         Raises:
             PeerLostError: A peer is gone.

@@ -1,4 +1,4 @@
-"""The context of a session: what it gets when it is made, in one record for all its parts."""
+"""The context of a session: one record with all that its parts need."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ class RunContext:
 
     Attributes:
         storage: Of the store.
-        policy: What is saved when.
+        policy: Decides what is saved at which step.
         catalog: Of the model.
         state: Live tensors.
         comm: The ranks.
-        settings: How the machine may be used.
-        placement: Which rank holds what.
+        settings: Limits of the engine.
+        placement: Ranks of the operators.
         lock: Of the store.
         aliases: Names of tied parameters -> the name in the catalog.
         on_phase: See ``driver.run.on_phase``.
-        observers: Get every event.
-        gate: Holds copies and sends back; None: they go at once.
-        gradients: What optimizers consumed, where the policy logs that.
+        observers: Receive every event.
+        gate: Delays copies and sends; None: they begin at once.
+        gradients: Record of consumed gradients; None if the policy does not log them.
     """
 
     storage: Storage
@@ -58,6 +58,6 @@ class RunContext:
 
     @cached_property
     def model(self) -> ModelRecord:
-        """Returns what manifests say of the model."""
+        """Returns the model as manifests describe it."""
         layers = tuple(LayerRecord(layer.name, layer.experts, layer.top_k) for layer in self.catalog.layers)
         return ModelRecord(self.catalog.fingerprint, layers, dict(self.aliases))

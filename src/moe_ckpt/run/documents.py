@@ -30,19 +30,18 @@ from moe_ckpt.storage.base import Chunk, ReadableStorage, Storage
 from moe_ckpt.threads import ThreadName, ahead
 
 _READERS = 16
-"""Threads that read parts. A round of MoC has as many as a layer has experts, each a few messages to a server."""
+"""Threads that read parts. A round of MoC has as many parts as a layer has experts, each a few requests to a server."""
 _LOOK_FIRST_NBYTES = 4 << 20
-"""Larger files are looked at, at their beginning and end, before they are read."""
+"""Of larger files, beginning and end are read before the rest."""
 Description = TypeVar("Description")
 _warned_of: set[tuple[str, str]] = set()
-"""(root, name) of the links that this process has warned of."""
+"""(root, name) of the links for which this process has logged a warning."""
 
 
 def each_step(storage: ReadableStorage, look: Callable[[str], Description]) -> dict[str, Description]:
-    """Step directory -> what ``look`` says of it, ordered by (generation, step).
+    """Returns step directory -> result of ``look``, ordered by (generation, step).
 
-    A symbolic link that is named like a step and leads out of the store is skipped, with one warning per process:
-    whatever it leads to is not part of the store.
+    A symbolic link with the name of a step that leads out of the store is skipped, with one warning per process.
 
     Raises:
         OSError: the storage does not answer.
@@ -60,7 +59,7 @@ def each_step(storage: ReadableStorage, look: Callable[[str], Description]) -> d
 
 
 def read_sealed(storage: ReadableStorage, path: str) -> Chunk:
-    """The bytes of a sealed document (``store.json``, a manifest, a part, a state file), not yet unsealed.
+    """Returns the bytes of a sealed document (``store.json``, a manifest, a part, a state file), not yet unsealed.
 
     Raises:
         DamagedError: the file is larger than a document may be, or is large and does not begin and end like one.
@@ -77,7 +76,7 @@ def read_sealed(storage: ReadableStorage, path: str) -> Chunk:
 
 
 def read_commit(storage: ReadableStorage, directory: str) -> Manifest:
-    """The commit record of a step directory, without what its parts hold.
+    """Returns the commit record of a step directory, without the contents of its parts.
 
     Raises:
         DamagedError: it is no manifest of this format, or that of another directory.
@@ -93,10 +92,12 @@ def read_commit(storage: ReadableStorage, directory: str) -> Manifest:
 
 
 def read_manifest(storage: ReadableStorage, directory: str, cached_parts: MutableMapping[PartRecord, Part]) -> Manifest:
-    """The commit record of a step directory, with all that its parts hold.
+    """Returns the commit record of a step directory, with the contents of its parts.
 
     Args:
-        cached_parts: Parts that were read before and need not be read again; gets those that are read now.
+        storage: Of the store.
+        directory: Of the step.
+        cached_parts: Parts that were read before; parts that are read now are added.
 
     Raises:
         DamagedError, FormatVersionError, FileNotFoundError, OSError: as ``read_commit`` and ``read_part``.
@@ -108,17 +109,18 @@ def read_manifest(storage: ReadableStorage, directory: str, cached_parts: Mutabl
 def read_parts(
     manifest: Manifest, cached_parts: MutableMapping[PartRecord, Part], read: Callable[[PartRecord], Chunk]
 ) -> Sequence[Part]:
-    """The parts that a manifest names, in its order. Those that are not ``cached_parts`` are read, several at a time.
+    """Returns the parts that a manifest names, in its order. Parts that are not cached are read, several at a time.
 
-    They are decoded here: threads that do that together take twice the processor time, for they wait for one another.
+    The calling thread decodes them: several threads would take twice the processor time, since they wait for the
+    interpreter's lock.
 
     Args:
-        manifest: That names them.
-        cached_parts: Parts by how they are named; gets those that are read now.
+        manifest: Names the parts.
+        cached_parts: Parts that were read before; parts that are read now are added.
         read: Returns a part's bytes (``read_part``).
 
     Raises:
-        DamagedError, OSError: Those of the first part in the manifest's order; no more are begun to be read.
+        DamagedError, OSError: Of the first such part in the manifest's order; no further part is read then.
     """
     todo = [record for record in manifest.parts if record not in cached_parts]
     for record, raw in zip(todo, ahead(ThreadName.PARTS, _READERS, read, todo), strict=True):
@@ -130,7 +132,7 @@ def read_parts(
 
 
 def read_part(storage: ReadableStorage, record: PartRecord) -> Chunk:
-    """The bytes of a part that a manifest names, not yet decoded.
+    """Returns the bytes of a part that a manifest names, not yet decoded.
 
     Raises:
         DamagedError: it is missing, or not what was written.
@@ -147,7 +149,7 @@ def read_part(storage: ReadableStorage, record: PartRecord) -> Chunk:
 
 
 def read_header(storage: ReadableStorage, record: FileRecord) -> ShardHeader:
-    """The header of a shard, after its size and checksum were compared with the manifest's.
+    """Returns the header of a shard, after comparing its size and checksum with the manifest's.
 
     Raises:
         DamagedError: they differ, or the header is that of another file.
@@ -181,16 +183,14 @@ log = logging.getLogger("moe_ckpt")
 def write_finished(
     storage: Storage, newest: str, reason: str, limits: Mapping[str, int], callbacks: Mapping[str, Any]
 ) -> None:
-    """Note the end of the run. Called on rank 0, after the last checkpoint was committed.
+    """Records the end of the run. Called on rank 0, after the last checkpoint was committed.
 
-    What cannot be written is warned of and costs little: the end of the last epoch is then done again.
+    An error is a warning, since it costs little: the next start repeats the end of the last epoch.
 
     Args:
         storage: Of the run.
         newest: Directory of the last checkpoint.
-        reason: See ``Finished``, as for the other arguments.
-        limits: Likewise.
-        callbacks: Likewise.
+        reason, limits, callbacks: See ``Finished``.
     """
     try:
         last = read_commit(storage, newest)
@@ -207,7 +207,7 @@ def write_finished(
 
 
 def read_finished(storage: ReadableStorage, comm: Communicator, manifest: Manifest) -> Finished | None:
-    """Returns the end of the run whose newest checkpoint is ``manifest``; None if nothing says that it ended there.
+    """Returns the record of the run's end after the checkpoint ``manifest``; None if the run did not end there.
 
     A collective, called by all ranks before training.
     """

@@ -1,8 +1,8 @@
 """Iteration time and checkpoint cost, from laps of the training loop.
 
-Where a checkpoint begins at each step, no iteration is without one to compare with. Iterations that had more to copy
-are then compared with their neighbours that had less: two checkpoints of a kind in a row (``core.save_budget``), of
-which the second counts, since beside the first some of what was copied before is still written or sent.
+If a checkpoint begins at each step, there is no iteration without one to compare with. Then iterations that copied more
+are compared with neighbours that copied less. There are two checkpoints of a size in a row (``core.save_budget``), of
+which the second counts: beside the first one, a larger or smaller one before is still written or sent.
 """
 
 from __future__ import annotations
@@ -22,36 +22,36 @@ _OF_LAPS = ("iteration_secs", "recent_iteration_secs", "update_secs")
 _OF_CHECKPOINTS = ("checkpoint_cost_secs", "persist_secs", "copy_bytes_per_sec", "persist_bytes_per_sec")
 """Fields of ``Measured`` that are medians of recent laps, or of recent checkpoints."""
 _KNOWN_LAPS = 10
-"""The laps that measurements from before a restart count as: the first laps after it are slow."""
+"""Weight of a measurement from before a restart, in laps: the first laps after a restart are slow."""
 _COMPARED_LAPS = 128
-"""Looked at for what copying makes a lap longer, every ``_LOOK_LAPS`` laps."""
+"""Laps that are compared, every ``_LOOK_LAPS`` laps."""
 _LOOK_LAPS = 8
 
 COMPARED = 16
 """Comparisons that are needed: of 36 checkpoints, if half of them are small."""
 _ALIKE, _APART = 0.9, 0.75
-"""Portions of the larger one from which on two sizes count as alike, and up to which they can be compared."""
+"""Portions of the larger of two sizes: from the first on the sizes are alike, up to the second they can be compared."""
 _SURE = 0.75
 """Portion of the comparisons that must say that iterations with more to copy are longer."""
 
 
 class Lap(NamedTuple):
-    """An iteration without what training waited, and the bytes that this rank began to copy with it."""
+    """An iteration: its time without waits for checkpointing, and the bytes that this rank began to copy in it."""
 
     secs: float
     nbytes: int
 
 
 class Meter:
-    """Fed once per optimizer step; tells clean iterations from those that ran beside a checkpoint.
+    """Measures iterations, once per optimizer step, with and without a checkpoint beside them.
 
-    The cost of a checkpoint is what its iterations took longer than a clean one: that covers stalls and
-    the slowdown of compute alike (CheckFreq, section 4.1). What copying alone adds to a lap: ``secs_per_byte``.
+    The cost of a checkpoint is the time by which its iterations are longer than clean ones, which covers stalls and the
+    slowdown of compute (CheckFreq, section 4.1). ``secs_per_byte`` is the part that copying adds.
 
     Attributes:
-        copied_nbytes: Copied beside the lap under way.
-        send_bytes_per_sec: To peers; None as long as it is not known.
-        update_began: When copies were joined in the lap under way, so that an update may follow; None before.
+        copied_nbytes: Bytes that are copied in the present lap.
+        send_bytes_per_sec: Rate of sends to peers; None as long as it is not known.
+        update_began: Time of the join before the update in the present lap; None before the join.
     """
 
     def __init__(self) -> None:
@@ -71,12 +71,12 @@ class Meter:
         self._interference_secs: float | None = None
 
     def lap(self, now: float, *, loaded: bool, waited_secs: float = 0.0) -> None:
-        """One step ended.
+        """Records the end of a step.
 
         Args:
-            now: Then, in seconds.
-            loaded: A checkpoint was in flight during it.
-            waited_secs: That training waited for checkpointing in it.
+            now: Time of the end, in seconds.
+            loaded: A checkpoint was in flight during the step.
+            waited_secs: Time in the step for which training waited for checkpointing.
         """
         if self._last is not None:
             took, clean = now - self._last, self._recent["iteration_secs"]
@@ -99,14 +99,14 @@ class Meter:
         self._last, self.update_began, self.copied_nbytes = now, None, 0
 
     def resolved(self, persist_secs: float) -> None:
-        """A checkpoint left the pipeline ``persist_secs`` after it began."""
+        """Records that a checkpoint ended, ``persist_secs`` after its beginning."""
         self._recent["persist_secs"].append(persist_secs)
         if self._recent["iteration_secs"]:
             self._recent["checkpoint_cost_secs"].append(self._extra)
         self._extra = 0.0
 
     def record_transfers(self, ended: Sequence[Fate]) -> None:
-        """Records this rank's snapshots that ended. Snapshots that are known already are skipped."""
+        """Records the rates of this rank's snapshots that ended, each once."""
         for fate in ended:
             if fate.number > self._moved and fate.committed and fate.rates:
                 self._moved = fate.number
@@ -114,7 +114,7 @@ class Meter:
                     self._recent[name].append(rate)
 
     def resume(self, before: Mapping[str, float]) -> None:
-        """Begin with what ``Manifest.measured`` tells of the run before it was restarted."""
+        """Begins with ``Manifest.measured``, from before the restart."""
         for name, history in self._recent.items():
             if name in before:
                 history.extend([before[name]] * (_KNOWN_LAPS if name in _OF_LAPS else 1))
@@ -123,7 +123,7 @@ class Meter:
 
     @property
     def measurements(self) -> dict[str, float]:
-        """Returns the measurements by now, for ``Manifest.measured``."""
+        """Returns the present measurements, for ``Manifest.measured``."""
         return {name: value for name, value in vars(self.measured()).items() if value is not None}
 
     def measured(self) -> Measured:
@@ -135,16 +135,16 @@ class Meter:
 
 
 def secs_per_byte(iterations: Sequence[Lap]) -> float | None:
-    """Returns how much longer an iteration gets per byte that is copied beside it; None if that cannot be told.
+    """Returns the time that each byte copied beside an iteration adds to it; None if there are too few comparisons.
 
-    Each comparison is of an iteration with the mean of the ones before and behind it that had another amount to copy,
-    so that what changes steadily while a run trains cancels out. The median of them counts; 0 if a quarter of them or
-    more say that copying makes iterations no longer, for then it is not to be told from chance.
+    A comparison is between an iteration and the mean of the ones before and after it that copied another amount, so
+    that steady changes during training cancel out. The median of all comparisons counts; 0 if a quarter of them or more
+    show no longer iterations, which may be chance.
 
     Args:
-        iterations: One after the other, the newest last.
+        iterations: In their order.
     """
-    # Of each block of iterations that had as much to copy the last one, unless the block is of one alone.
+    # The last iteration of each block of two or more that copied the same amount.
     are_alike = [_alike(one.nbytes, other.nbytes) for one, other in pairwise(iterations)]
     ends = [at for at in range(1, len(iterations)) if are_alike[at - 1] and (at == len(are_alike) or not are_alike[at])]
     blocks = [iterations[at] for at in ends]

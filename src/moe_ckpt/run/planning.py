@@ -1,8 +1,8 @@
-"""Asks the policy what to save, after giving it the facts about the tensors that exist now.
+"""Asks the policy what to save, and gives it the facts about the tensors that exist now.
 
-Optimizer state comes into being when it is first needed: at the first step, or much later, when a frozen
-expert thaws. A partial checkpoint that combined rows saved with it and rows saved without would not be
-whole, so operators whose tensors are others than before are saved until a checkpoint holds them.
+Optimizers make their state when they first need it: at the first step, or much later, when a frozen expert thaws. A
+partial checkpoint with some rows saved before that and some after would not be whole. So operators with new or removed
+tensors are saved, whatever the plan, until a checkpoint has them.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from moe_ckpt.slices.cuts import Numbers, ranges
 log = logging.getLogger("moe_ckpt")
 
 _MANY = 4
-"""If a plan has at least one in this many operators, looking at all tensors is quicker than looking for the plan's."""
+"""If a plan has one in so many operators or more, reading all addresses is quicker than finding the plan's tensors."""
 _NOTHING = Reading((), np.zeros(0, dtype=np.int64))
 
 
@@ -38,15 +38,15 @@ class LiveState:
     Args:
         ledger: Of the run.
         state: Of this rank.
-        placement: Who holds what.
-        gradient_dtype: Type that wider gradients are saved in, as named in headers; None for their own.
+        placement: Ranks of the operators.
+        gradient_dtype: Header name of the type in which wider gradients are saved; None for their own.
 
     Attributes:
-        changes: How often the set of tensors was another one than before; equal on every rank.
-        placement: Who holds what.
-        compute_types: What kernels read of the parameters; see ``set_compute_types``.
-        sizes: Bytes of every operator, as ``weigh`` found them.
-        coupled: Operators whose rows an optimizer mixes, as ``weigh`` found them.
+        changes: How often the set of tensors has changed; equal on every rank.
+        placement: Ranks of the operators.
+        compute_types: Types in which kernels read the parameters; see ``set_compute_types``.
+        sizes: Bytes of every operator, as of the last ``weigh``.
+        coupled: Groups of operators whose rows an optimizer mixes, as of the last ``weigh``.
     """
 
     def __init__(
@@ -68,14 +68,16 @@ class LiveState:
         self._alike_at, self._alike = -1, False
 
     def describe(self) -> tuple[Sequence[StateTensor], Sequence[TensorSpec]]:
-        """Returns this rank's tensors and those of all ranks, listed once per step. Addresses: see ``describe_for``."""
+        """Returns this rank's tensors and those of all ranks, listed once per step. Addresses may be old: see
+        ``describe_for``."""
         if self._described is None:
             tensors = self._state.tensors(of=_NOTHING)
             self._described = tensors, self._state.specs()
         return self._described
 
     def describe_for(self, plan: SnapshotPlan) -> tuple[Sequence[StateTensor], Sequence[TensorSpec]]:
-        """Describes as ``describe`` does, with the current addresses of what the plan saves or the ledger requires."""
+        """Returns the same as ``describe``, with current addresses of all tensors that the plan saves or the ledger
+        requires."""
         saved = plan.full, plan.memory_only, plan.compute, self._ledger.mandatory
         read: Reading | None = None  # all tensors
         if self._here is not None and sum(map(len, saved)) * _MANY < len(self._catalog.everything):
@@ -88,17 +90,17 @@ class LiveState:
         return self._described
 
     def forget(self) -> None:
-        """Drops the list of ``describe``: the tensors may change from now on."""
+        """Drops the list of ``describe``, since the tensors may change from now on."""
         self._described = None
 
     def set_compute_types(self, types: ComputeTypes) -> None:
-        """Sets the types in which kernels read the parameters, equal on every rank; by default, their own types."""
+        """Sets the types in which kernels read the parameters, equal on every rank; by default their own."""
         self.compute_types = dict(types)
         self._weighed_at = -1
 
     @property
     def is_held_alike(self) -> bool:
-        """Returns whether each peer holds all of every tensor, and not a part of it (FSDP2, sharded optimizers)."""
+        """Returns whether each peer holds every tensor as a whole, and not a part (FSDP2, sharded optimizers)."""
         if self._alike_at != self.changes:
             tensors, _ = self.describe()
             self._alike_at, self._alike = self.changes, all(tensor.replicated for tensor in tensors)
@@ -106,17 +108,17 @@ class LiveState:
 
     @property
     def is_held_by_each(self) -> bool:
-        """Returns whether each rank holds all training state: under plain data parallelism, if nothing is sharded."""
+        """Returns whether each rank holds all training state, as under plain data parallelism."""
         return self.placement.experts_whole and self.is_held_alike
 
     def note_layout(self, specs: Sequence[TensorSpec]) -> Mapping[str, int]:
-        """Notices new and removed tensors, for which the ledger must have operators saved.
+        """Notes new and removed tensors in the ledger, which then requires their operators.
 
         Args:
             specs: Of the tensors that exist now.
 
         Returns:
-            The operators to be saved in any case: see ``Ledger.mandatory``.
+            The operators that must be saved: see ``Ledger.mandatory``.
         """
         if specs is not self._noted:
             self._noted, before = specs, self._keys
@@ -132,7 +134,7 @@ class LiveState:
         return self._ledger.mandatory
 
     def weigh(self) -> int:
-        """Bring ``sizes`` up to date; returns how often the set of tensors has changed."""
+        """Brings ``sizes`` and ``coupled`` up to date. Returns ``changes``."""
         _, specs = self.describe()
         self.note_layout(specs)
         if self._weighed_at != self.changes:
@@ -145,12 +147,12 @@ class LiveState:
 
 
 def _holders(catalog: Catalog, parameter: str) -> set[str]:
-    """Operators that have a part of the parameter, or of its state."""
+    """Returns the operators that have a part of the parameter, or of its state."""
     return {op.id for op, _ in catalog.spans_of[parameter]} | {catalog.home[parameter]}
 
 
 class _Here:
-    """Which of this rank's tensors each operator has a part of; none, of most experts that lie elsewhere.
+    """The tensors of this rank of which each operator has a part; most experts of other ranks have none.
 
     Args:
         catalog: Of the model.
@@ -171,7 +173,7 @@ class _Here:
         self._tensors_of = np.fromiter(chain.from_iterable(sharing), np.int64, int(self._counts.sum()))
 
     def of(self, operators: Numbers) -> Reading:
-        """The tensors of the operators at these places of the catalog."""
+        """Returns the tensors of the operators at these places of the catalog."""
         return Reading(self.tensors, self._tensors_of[ranges(self._firsts[operators], self._counts[operators])])
 
 
@@ -179,15 +181,15 @@ class Planner:
     """Completes the policy's context with facts about live tensors. For the training thread only.
 
     Args:
-        policy: Whom to ask.
+        policy: Of the run.
         live: The training state.
-        rank: 0 tells the user of windows.
+        rank: Of this process; rank 0 logs messages for the user.
         settings: The user's.
 
     Attributes:
-        dense_step: Step of the newest dense checkpoint, committed or under way; 0 if that is not known.
-        room: Most bytes of one rank's snapshot that host memory leaves room for, the minimum over ranks; None if
-            it is not used.
+        dense_step: Step of the newest dense checkpoint, committed or under way; 0 if it is not known.
+        room: The most bytes of one rank's snapshot for which host memory has room, the minimum over ranks; None if the
+            policy does not need it.
     """
 
     def __init__(self, policy: Policy, live: LiveState, rank: int, settings: Settings) -> None:
@@ -201,7 +203,7 @@ class Planner:
         self._warned = False
 
     def plan(self, context: PolicyContext) -> SnapshotPlan:
-        """Returns the policy's decision; one about windows or bytes gets the current sizes of operators."""
+        """Returns the policy's plan. A policy for windows or bytes gets the current sizes of operators."""
         policy, needs, live = self._policy, self._needs, self._live
         changes = live.weigh() if needs.windows or needs.sizes or needs.gradients else 0
         model = replace(context.model, placement=live.placement, sizes=live.sizes, coupled=live.coupled)
@@ -231,7 +233,8 @@ class Planner:
         return plan
 
     def is_tight(self, plan: SnapshotPlan) -> bool:
-        """Returns whether host memory has no room for two of the window that a plan begins; equal on every rank."""
+        """Returns whether host memory lacks room for two windows such as the one that a plan begins; equal on every
+        rank."""
         window, room = plan.window, self.room
         if window is None or plan.slot or window.size == 1 or room is None or not self._live.sizes:
             return False
@@ -240,7 +243,7 @@ class Planner:
         return 2 * window.size * heaviest > room * self._settings.max_in_flight
 
     def _say_window(self, size: int, context: PolicyContext) -> None:
-        """Tell, on one rank, that windows have another length from now on, and whether training will stall for it."""
+        """Logs, on one rank, that windows have another length from now on, and a warning if training will stall."""
         if size == 1 and self._window_size > 1:  # a dense checkpoint between two windows
             return
         if size != self._window_size and self._rank == 0 and context.run.step:
@@ -259,13 +262,13 @@ class Planner:
 
 
 def gradient_factor(plan: SnapshotPlan, sizes: Mapping[str, OperatorBytes]) -> float | None:
-    """Returns how many times more a plan's operators would weigh in full than with gradients; None without these.
+    """Returns the bytes of a plan's operators in full, as a multiple of those with gradients; None without gradients.
 
-    The paper says up to 5 (MoEtion, section 5.2).
+    The paper reports up to 5 (MoEtion, section 5.2).
 
     Args:
         plan: Any.
-        sizes: Of its operators, where it has gradients.
+        sizes: Of its operators, if it has gradients.
     """
     if not plan.gradients:
         return None
@@ -276,10 +279,8 @@ def gradient_factor(plan: SnapshotPlan, sizes: Mapping[str, OperatorBytes]) -> f
 
 
 def anchoring(plan: SnapshotPlan, operators: Collection[str]) -> SnapshotPlan:
-    """The plan; those of ``operators`` of which it saves the gradients are saved in full.
-
-    Such are operators that an optimizer couples with anchored ones.
-    """
+    """Returns the plan with those of ``operators`` in full of which it has the gradients: an optimizer couples them
+    with anchored ones, or they lack an anchor."""
     moved = tuple(op for op in plan.gradients if op in operators)
     if not moved:
         return plan

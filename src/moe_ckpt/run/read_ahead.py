@@ -1,6 +1,6 @@
-"""Reads what a run will most likely resume from into the page cache, while the process still builds its model.
+"""Reads the files from which a run will most likely resume into the page cache, while the process builds its model.
 
-It decides nothing and keeps nothing: whoever resumes reads and verifies everything all the same, only sooner.
+It has no other effect: the resume reads and verifies all files, which takes less time then.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ _under_way = set[threading.Event]()
 
 
 def begin(dirpath: str | os.PathLike[str]) -> None:
-    """Begins to read, on a thread, what this rank wrote of the newest checkpoint in a directory, if there is one.
+    """Begins to read, on a thread, the files of the newest checkpoint in a directory that this rank has written.
 
-    A rank that resumes needs most of what the same rank wrote. The rank is the launcher's: no group is there yet.
+    A rank that resumes needs mostly files that the same rank wrote. Its number comes from the launcher, since there is
+    no process group yet.
 
     Args:
         dirpath: Of the store; nothing is read of a URL.
@@ -33,7 +34,7 @@ def begin(dirpath: str | os.PathLike[str]) -> None:
 
 
 def end() -> None:
-    """Ends it where it is: from here on the run itself reads."""
+    """Stops reading ahead: from here on the run itself reads."""
     while _under_way:
         _under_way.pop().set()
 
@@ -55,7 +56,7 @@ def _read(dirpath: str, stop: threading.Event) -> None:
         whole = composed(manifest, read_parts(manifest, {}, partial(read_part, storage)))
         for path in [record.path for record in whole.files if record.rank == rank]:
             _read_file(os.path.join(storage.root, *split_path(path, storage.root)), stop)
-    except Exception as error:  # whoever resumes meets it again, and says so
+    except Exception as error:  # the resume meets the same error, and reports it
         log.info("%s is not read ahead: %s", dirpath, error)
 
 

@@ -1,7 +1,7 @@
 """The ledger of one run, equal on every rank: routed tokens, snapshots under way, and saved versions.
 
-Policies decide from nothing else. Fed by the session: ``routed`` each step, ``begun`` and ``resolved`` for
-each snapshot, ``resume_from`` after a restore.
+Policies decide from it alone. The session calls ``routed`` each step, ``begun`` and ``resolved`` for each snapshot, and
+``resume_from`` after a restore.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ class RoutingActivity:
     def __init__(self, shape: tuple[int, ...]) -> None:
         self.newest: Counts = np.zeros(shape, dtype=np.int64)
         self._decayed = np.zeros(shape)
-        # Never written to; where tables are large, others at each step would be fresh memory each time.
+        # Never written to. New large tables at each step would be fresh memory each time, which is slow.
         self._nothing = np.zeros(shape, dtype=np.int64), np.zeros(shape)
         for table in self._nothing:
             table.setflags(write=False)
         self.begin_window()
 
     def begin_window(self) -> None:
-        """Resets the count that runs from a window's first slot."""
+        """Resets the counts since a window's first slot."""
         self._hard, self._soft = self._nothing
 
     def add(self, routed: Counts, soft: Counts | None = None) -> None:
@@ -77,20 +77,20 @@ class RoutingActivity:
         if kind is None:
             return _UNCOUNTED
         counts = {GATE_WEIGHTS: self._soft, DECAYED: self._decayed}.get(kind, self._hard)
-        # A router that does not return its weights: tokens instead, in all layers, so that these can be compared.
+        # If a router does not return its weights, tokens count instead, in all layers, so that these can be compared.
         unweighed = self._hard.any(axis=1) & ~counts.any(axis=1)
         return self._hard if unweighed.any() else counts
 
 
 @dataclass(eq=False)
 class InFlight:
-    """A snapshot whose outcome the ranks have not agreed on yet.
+    """A snapshot on whose outcome the ranks have not agreed yet.
 
     Attributes:
-        identity: Names it.
-        contents: What it holds.
-        applied: The token book as of its step.
-        relaid: Operators that had to be saved in any case, each with the change of the layout that demanded it.
+        identity: Of the snapshot.
+        contents: Of the snapshot.
+        applied: ``[L, E]`` tokens that experts had processed by its step.
+        relaid: Operators that had to be saved, each with the change of the layout that required it.
     """
 
     identity: Step
@@ -104,7 +104,7 @@ class InFlight:
 
 
 def places(catalog: Catalog, operators: Sequence[str]) -> Counts:
-    """``[n, 2]``: ``(layer, expert)`` of the experts among ``operators``."""
+    """Returns ``[n, 2]``: ``(layer, expert)`` of the experts among ``operators``."""
     if operators is catalog.everything:
         return catalog.all_experts
     at = catalog.places_of(tuple(operators))
@@ -116,18 +116,18 @@ class RunLedger:
 
     Args:
         catalog: Of the model.
-        outlives_process: Memory keeps snapshots by itself, whatever becomes of them on storage.
+        outlives_process: Memory keeps snapshots, whether storage has them or not.
 
     Attributes:
-        ledger: What is safe where, and the tokens.
-        activity: What was routed lately.
+        ledger: Versions in each tier, and the tokens.
+        activity: Tokens routed lately.
         index: Checkpoints begun in this run.
         last_step: Step of the newest of them; None before the first.
-        committed_step: Of the newest committed checkpoint; None before the first.
-        newest: The snapshot for storage that began last, in this life.
+        committed_step: Step of the newest committed checkpoint; None before the first.
+        newest: The snapshot for storage that began last in this life.
         pending: Snapshots under way to storage, by number.
-        sealing: Snapshots of which it is not known whether every rank has them in its memory, by number.
-        window: The sparse window under way; ``next_slot`` is the place in it that comes next.
+        sealing: Snapshots that some ranks may not have in their memory yet, by number.
+        window: The sparse window under way, whose next slot is ``next_slot``.
         deficit: ``[L, E]`` lost tokens that boosted experts must still make up; None without a boost in this process.
     """
 
@@ -155,9 +155,9 @@ class RunLedger:
         return self.ledger.tokens
 
     def check(self, manifest: Manifest) -> None:
-        """Raise ``DamagedError`` unless the checkpoint's MoE layers are those of the catalog.
+        """Raises ``DamagedError`` unless the checkpoint's MoE layers are those of the catalog.
 
-        Before anything of it is loaded: ``resume_from`` would find the token counts to be of another shape.
+        Call it before anything is loaded, since ``resume_from`` needs token counts of the same shape.
         """
         here = [(layer.name, layer.experts) for layer in self.catalog.layers]
         stored = [(layer.name, layer.experts) for layer in manifest.model.layers]
@@ -173,13 +173,13 @@ class RunLedger:
         tokens_from_host: Counts | None,
         beneath: Manifest | None = None,
     ) -> FaultRecord:
-        """Resume from a restored checkpoint.
+        """Resumes from a restored checkpoint.
 
         Args:
-            manifest: Of it.
-            same_store: The run's own store has something of it.
+            manifest: Of the checkpoint.
+            same_store: The run's own store has a part of it.
             tokens_from_host: See ``TokenBook.recover``.
-            beneath: What the store has, if the checkpoint itself was in memory only.
+            beneath: The checkpoint on storage, if the restored one was in memory.
         """
         tokens = TokenBook.from_dict(manifest.tokens, self.tokens.layers, self.tokens.experts)
         self.ledger.tokens = tokens
@@ -199,37 +199,37 @@ class RunLedger:
         return fault
 
     def _newer(self) -> frozenset[str]:
-        """Experts that came back newer than storage has them: it lacks tokens that the return has not lost."""
+        """Returns the experts that were restored from newer copies than storage has."""
         lacks = self.tokens.unsaved() > 0
         return frozenset(op for op, at in self.catalog.expert_at.items() if lacks[at])
 
     def continue_from(self, tokens: Mapping[str, Any], index: int) -> None:
-        """Go on from a dense checkpoint of another kind, which lacks no expert's tokens."""
+        """Continues from a dense checkpoint in another format, in which no expert lacks tokens."""
         self.ledger.tokens = TokenBook.from_dict(tokens, self.tokens.layers, self.tokens.experts)
         self.tokens.saved = {Tier.STORAGE: self.tokens.applied.copy()}
         self.index = index
 
     def routed(self, applied: Counts, soft: Counts | None = None, assigned: Counts | None = None) -> None:
-        """One step's tokens ``[L, E]``, summed over ranks, whose update really ran, and their gate weights.
+        """Adds the tokens of one step, summed over ranks.
 
         Args:
-            assigned: What the router assigned, where that is not the same; popularity is computed from it.
+            applied, soft, assigned: See ``StepTokens``. Popularity counts ``assigned``.
         """
         self.tokens.apply(applied)
         self.activity.add(applied if assigned is None else assigned, soft)
 
     def exact(self, step: int) -> None:
-        """``tokens`` are now those of the end of ``step``; a snapshot of it that began earlier gets them."""
+        """Notes that ``tokens`` are now those of the end of ``step``, for a snapshot of the step that began earlier."""
         for snapshot in (*self.pending.values(), *self.sealing.values()):
             if snapshot.step == step:
                 snapshot.applied = self.tokens.applied.copy()
 
     def begun(self, snapshot: InFlight, window: Window | None = None) -> None:
-        """A snapshot began.
+        """Notes that a snapshot began.
 
         Args:
             snapshot: Its entry.
-            window: The sparse window that it is a part of.
+            window: The sparse window of the snapshot.
         """
         contents = snapshot.contents
         if contents.to_storage:
@@ -243,12 +243,12 @@ class RunLedger:
             self.activity.begin_window()
 
     def in_memory(self, number: int, *, complete: bool, copied: bool = False) -> None:
-        """Every rank has a snapshot in its memory; or, not ``complete``, one of them will never have it.
+        """Notes the outcome of a snapshot in memory.
 
         Args:
             number: Of the snapshot.
-            complete: See above.
-            copied: So have the peers of every rank.
+            complete: Every rank has it; False if one of them never will.
+            copied: The peers of every rank have their copies.
         """
         snapshot = self.sealing.pop(number)
         contents = snapshot.contents
@@ -265,7 +265,8 @@ class RunLedger:
             self._lose_window(contents, Tier.HOST)
 
     def resolved(self, number: int, *, committed: bool) -> InFlight:
-        """A snapshot ended; what it saved counts from now on, if it was committed."""
+        """Notes the end of a snapshot on storage, whose versions count from now on if it was committed. Returns its
+        entry."""
         snapshot = self.pending.pop(number)
         contents, everything = snapshot.contents, self.catalog.everything
         if not committed:
@@ -281,7 +282,7 @@ class RunLedger:
         return snapshot
 
     def forget(self) -> None:
-        """Versions on storage are gone: no partial checkpoint may build on them, as if nothing had been saved."""
+        """Forgets all versions on storage, since files are gone: no partial checkpoint may build on them."""
         self.ledger.forget()
         self.committed_step = None
         self.give_up_window()
@@ -304,17 +305,17 @@ class RunLedger:
                 self.give_up_window()
 
     def give_up_window(self) -> None:
-        """No further slot of the window under way will be saved."""
+        """Gives up the window under way: no further slot of it will be saved."""
         self.window, self.next_slot = None, 0
 
     def context(
         self, step: int, placement: Placement, measured: Measured | None = None, popularity: str | None = None
     ) -> PolicyContext:
-        """Returns what the ledger tells a policy at ``step``; the planner adds facts about tensors and memory.
+        """Returns the context of a policy at ``step``; the planner adds facts about tensors and memory.
 
         Args:
             step: Optimizer steps done.
-            placement: Ranks that hold the model.
+            placement: Ranks of the operators.
             measured: Times and rates.
             popularity: ``Needs.popularity``.
         """
@@ -341,9 +342,10 @@ class RunLedger:
 
     @property
     def rescued(self) -> frozenset[str]:
-        """Experts whose copies in slots of an earlier life are newer than storage's: the next snapshot must have them.
+        """Experts whose copies in slots of an earlier life are newer than those on storage.
 
-        Whatever the policy says, because those slots are deleted when a snapshot of this life is complete.
+        The next snapshot must have them, whatever the plan, since those slots are deleted when a snapshot of this life
+        is complete.
         """
         if not self._rescued:
             return self._rescued
@@ -352,7 +354,7 @@ class RunLedger:
         return self._rescued.difference(*begun)
 
     def _token_facts(self, under_way: Sequence[InFlight], popularity: str | None) -> TokenFacts:
-        """Tokens of each tier, once the snapshots under way are complete there."""
+        """Returns the tokens that each tier will have once the snapshots under way are complete there."""
         going = {Tier.STORAGE: under_way}
         if self.outlives_process:
             going[Tier.HOST] = [self.sealing[number] for number in sorted(self.sealing)]
@@ -368,7 +370,7 @@ class RunLedger:
         return TokenFacts(self.tokens.unsaved(), expected, chosen_at, routed, counted)
 
     def _missing(self, under_way: Sequence[InFlight]) -> tuple[str, ...]:
-        """Operators that no checkpoint holds for a partial one to build on, committed or under way."""
+        """Returns the operators of which no checkpoint, committed or under way, has a version to build on."""
         absent = self.ledger.lacking
         for contents in (snapshot.contents for snapshot in under_way):
             if not contents.is_checkpoint:  # only the last slot of a window makes one, and that may never come

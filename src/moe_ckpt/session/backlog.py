@@ -29,20 +29,20 @@ _NOTABLE = 0.2
 class Backlog:
     """Decides, equally on every rank, whether a snapshot begins, and where it goes. For the training thread only.
 
-    ``when_busy="wait"``: it always begins, and waits for the others, up to ``timeout_secs``. ``when_busy="skip"``: not
-    while the pipeline is busy. The later slots of a sparse window are worth a wait, because leaving one out gives the
-    window up: five times as long as a snapshot usually takes to be committed, but at least 5 s and at most
-    ``timeout_secs``. All snapshots go to storage unless memory outlives the process; and of a window all go to storage,
-    or to peers, or none.
+    With ``when_busy="wait"`` a snapshot always begins, and waits for earlier ones, up to ``timeout_secs``. With
+    ``when_busy="skip"`` it does not begin while the pipeline is busy. A later slot of a sparse window is worth a wait,
+    since leaving one out gives the window up: five times as long as a snapshot usually takes to be committed, but at
+    least 5 s and at most ``timeout_secs``. All snapshots go to storage unless memory outlives the process; the steps of
+    a window all go to storage, or none do, and likewise to peers.
 
     Args:
         settings: The user's.
-        comm: The ranks. Rank 0 tells the user.
+        comm: The ranks, of which rank 0 logs warnings.
         windows: The policy has sparse windows.
 
     Attributes:
-        skips: Checkpoints that were due and did not begin, or stayed in memory because storage was behind.
-        waits: Snapshots that training waited for others for, on this rank.
+        skips: Checkpoints that were due and did not begin, or that stayed in memory because storage was behind.
+        waits: Snapshots for which training on this rank waited for earlier ones.
     """
 
     def __init__(self, settings: Settings, comm: Communicator, *, windows: bool) -> None:
@@ -61,7 +61,7 @@ class Backlog:
 
         Args:
             plan: Of the snapshot.
-            pipeline: That it would go through.
+            pipeline: Of the session.
             consensus: Of the step.
         """
         if not consensus.busy or plan.wait or self._waits_if_busy:
@@ -81,7 +81,7 @@ class Backlog:
 
         Args:
             plan: Of the snapshot.
-            why: It does not on this one; empty if only another lacks something.
+            why: The reason on this rank; empty if only another rank has one.
         """
         self.skips += 1
         log.info("step %d: no checkpoint, %s", plan.step, why or "another rank has no memory for it")
@@ -97,11 +97,10 @@ class Backlog:
         return not late
 
     def note_wait(self, began: float, ended: float, measured: Measured) -> None:
-        """Training waited for storage: if that sets the pace of training, the user is told, once.
+        """Notes that training waited for storage. If such waits set the pace of training, the user is warned, once.
 
         Args:
-            began: When (``time.monotonic``).
-            ended: Likewise.
+            began, ended: ``time.monotonic`` of the wait.
             measured: Times so far.
         """
         waits = self._storage_waits
@@ -119,7 +118,7 @@ class Backlog:
         )
 
     def _say_hung(self, plan: SnapshotPlan, pipeline: Pipeline) -> None:
-        """Warns once of each snapshot that storage does not finish, and of each window that is given up for it."""
+        """Warns once of each snapshot that storage does not finish, and of each window given up because of that."""
         step, secs = pipeline.persister.writing or (None, 0.0)
         if plan.window is not None and plan.slot:
             self._said.add(f"hung {step}")
@@ -144,18 +143,18 @@ class Backlog:
             )
 
     def _say(self, about: str, text: str, *values: object) -> None:
-        """Warns once of each thing, on rank 0."""
+        """Logs a warning on rank 0, once for each ``about``."""
         if about not in self._said and self._comm.rank == 0:
             log.warning(text, *values)
         self._said.add(about)
 
     def resumed(self, step: int) -> None:
-        """The run resumed, and the newest checkpoint on storage is of ``step``: seconds count from the next step."""
+        """Notes the step of the newest checkpoint on storage, after a resume; seconds count from the next step."""
         self._last_stored = (step, None)
 
     def expects_storage(self, step: int, consensus: StepConsensus, ledger: RunLedger) -> bool:
-        """Tells whether a snapshot of ``step`` would go to storage, or the window that it begins, as far as that is
-        known beforehand."""
+        """Returns whether a snapshot of ``step``, or the window that it begins, would go to storage, as far as that is
+        known before the plan."""
         behind = consensus.storage_busy and not self._waits_if_busy
         return self._cadence is None or (not behind and self._is_due(self._cadence, step, consensus, ledger))
 
@@ -168,7 +167,7 @@ class Backlog:
             plan: Of the snapshot.
             consensus: Of the step.
             ledger: Of the run.
-            tight: Memory has no room for two such.
+            tight: Memory has no room for two such snapshots.
         """
         if self._cadence is None or plan.gradients:  # gradients are in memory only
             return not plan.gradients
@@ -204,7 +203,8 @@ class Backlog:
         return goes
 
     def failed(self, step: int, window: WindowPlace | None) -> None:
-        """A snapshot did not get to storage: the next one is due, and the rest of its window is of no use there."""
+        """Notes that storage does not get a snapshot: the next one is due, and the rest of its window does not go
+        there."""
         if window is not None and window.start == self._window_start:
             self._window_to_storage = False
         start = step if window is None else window.start

@@ -1,4 +1,4 @@
-"""Updates a run's ledger with what the ranks agreed on, and with how snapshots ended."""
+"""Updates a run's ledger with the agreements of the ranks, and with the ends of snapshots."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ class Bookkeeper:
         comm: The ranks.
         settings: The user's.
         booked: See ``Booked``.
-        logs_for_peers: Gradients are logged for the sake of peers: what they miss breaks the log.
+        logs_for_peers: Gradients are logged for peers: a step that a peer lacks breaks the log.
 
     Attributes:
-        run_ledger: Equal on every rank, between two calls.
-        meter: What this rank measured.
-        failures: Checkpoints that failed.
+        run_ledger: Equal on every rank between two calls.
+        meter: Measures on this rank.
+        failures: Counts checkpoints that failed.
         agreement: Of the ranks on each step.
         consensus: The newest that was received.
         committed_directory: Of the newest checkpoint; None before the first.
-        sent_step: The step that was sent last.
-        applied: ``[L, E]`` tokens that experts have processed by its end, when the ranks have agreed on it.
+        sent_step: The step of the newest ``send``.
+        applied: ``[L, E]`` tokens that experts have processed by the end of ``sent_step``, once the ranks have agreed.
     """
 
     def __init__(
@@ -72,11 +72,11 @@ class Bookkeeper:
         return self.run_ledger.ledger.anchors
 
     def tokens_at(self, *, step_is_agreed: bool) -> Future[Counts]:
-        """``[L, E]`` tokens that experts have processed by the end of the step at hand, for a snapshot that begins now.
+        """Returns ``[L, E]`` tokens that experts have processed by the end of the step, for a snapshot that begins now.
 
         Args:
-            step_is_agreed: ``receive`` was called for the step, or there is nothing to agree on.
-                Else the tokens are there when the ranks have agreed on them; ``receive`` need not be called for that.
+            step_is_agreed: ``receive`` was called for the step, or there is no step to agree on. Else the tokens come
+                when the ranks have agreed on the step, even before ``receive`` is called.
         """
         tokens: Future[Counts] = Future()
         if step_is_agreed:
@@ -86,12 +86,12 @@ class Bookkeeper:
         return tokens
 
     def send(self, step: int, tokens: Deferred[StepTokens], pipeline: Pipeline, *, edited: bool = False) -> None:
-        """Begin to agree on the end of ``step``. All ranks, once a step.
+        """Begins to agree on the end of ``step``. Called by all ranks, once a step.
 
         Args:
-            step: Which.
+            step: Optimizer steps done.
             tokens: Of this rank.
-            pipeline: Has the snapshots.
+            pipeline: Of the session.
             edited: See ``StepConsensus``; of this rank.
         """
         before = self.run_ledger.tokens.applied.copy()
@@ -104,7 +104,7 @@ class Bookkeeper:
             self.meter.send_bytes_per_sec = sent or self.meter.send_bytes_per_sec
         status = StepConsensus(
             busy=room.is_short,
-            # Storage is to be left alone, while memory takes the next snapshot.
+            # Then memory takes the next snapshot, and storage does not.
             storage_busy=persister.in_flight >= self._max_in_flight,
             copies_behind=room.copies_behind,
             used_up=outlives and room.is_used_up,
@@ -132,14 +132,14 @@ class Bookkeeper:
         self.sent_step, self.applied = step, total
 
     def give_up(self) -> None:
-        """Training failed: a snapshot whose step was never sent gets no tokens, and must not wait for them."""
+        """Ends the wait of a snapshot for the tokens of a step that was never sent, because training failed."""
         awaited, self._awaited = self._awaited, None
         if awaited is not None:
             cause = "training failed before the ranks agreed on its tokens"
             awaited.set_exception(SaveFailedError(self.run_ledger.last_step or 0, (cause,)))
 
     def receive(self, pipeline: Pipeline) -> StepConsensus:
-        """Book what the ranks agreed on last, unless that is done. Returns the newest consensus.
+        """Books the agreement of the newest ``send``, unless that was done. Returns the newest consensus.
 
         Raises:
             PeerLostError: A peer is gone.
@@ -153,7 +153,7 @@ class Bookkeeper:
                 self.run_ledger.deficit = tokens.deficit
             if pipeline.memory is not None:
                 self.settle(pipeline.memory, consensus.in_memory)
-            numbers = sorted(self.run_ledger.pending)  # which ended in this order on rank 0
+            numbers = sorted(self.run_ledger.pending)  # snapshots end in this order on rank 0
             for number, (committed, lost) in zip(numbers, consensus.ended, strict=False):
                 self._newest_ended = number
                 self.meter.resolved(consensus.persist_secs or 0.0)
@@ -167,7 +167,7 @@ class Bookkeeper:
         return self.consensus
 
     def settle(self, memory: MemoryTier, reduced: Sequence[int]) -> None:
-        """Book what the ranks agreed on of ``memory.reports()``; no other agreement on that may be under way."""
+        """Books the agreement on ``memory.reports()``; no other one on that may be under way."""
         for settled in memory.settle(reduced):
             self.run_ledger.in_memory(settled.number, complete=settled.complete, copied=settled.copied)
             if settled.complete and (settled.copied or not self._logs_for_peers):
@@ -185,7 +185,7 @@ class Bookkeeper:
         self.committed_directory = None
 
     def book(self, number: int, committed: bool) -> InFlight:
-        """One snapshot ended."""
+        """Books the end of a snapshot, and returns its entry."""
         snapshot = self.run_ledger.resolved(number, committed=committed)
         if committed and snapshot.contents.is_checkpoint:
             self.committed_directory = step_dir(snapshot.step, snapshot.identity.generation)

@@ -50,13 +50,13 @@ _IDLE_SECS = 10.0
 
 
 class NewestStep(Protocol):
-    """Follows the newest step, so that it can be sealed when training stops. On the training thread."""
+    """Follows the newest step, to seal it when training stops. Called on the training thread."""
 
     def step_ends(self, step: int, plain: Encode, tokens: Deferred[StepTokens]) -> None:
         """The state of ``step`` is final.
 
         Args:
-            plain: Gives the plain state as it is now, the first time it is called.
+            plain: Returns the plain state as of its first call.
             tokens: Of this rank.
         """
 
@@ -64,14 +64,14 @@ class NewestStep(Protocol):
         """The next step begins: random numbers and buffers are about to change.
 
         Args:
-            described: A snapshot of the step began, so that it is known which tensors there are.
+            described: A snapshot of the step began, so that its tensors are known.
         """
 
     def update_begins(self, now: float) -> None:
-        """From here on no rank can return to the newest step unless it is sealed."""
+        """The update begins, after which a rank can return to the newest step only if that is sealed."""
 
     def close(self, timeout_secs: float) -> None:
-        """Ends threads. Twice does no harm."""
+        """Ends threads. A second call has no effect."""
 
 
 _Follower = TypeVar("_Follower", bound=NewestStep)
@@ -83,8 +83,8 @@ class CheckpointSession:
     Attributes:
         catalog: Of the model.
         comm: The ranks.
-        run_ledger: Equal on every rank, between two calls.
-        stopwatch: How long all this keeps the training thread; adapters count their hooks on it as well.
+        run_ledger: Equal on every rank between two calls.
+        stopwatch: Measures how long checkpointing keeps the training thread; adapters measure their hooks with it, too.
     """
 
     def __init__(self, run: RunContext, stopwatch: Stopwatch | None = None) -> None:
@@ -106,11 +106,11 @@ class CheckpointSession:
     # --- once, before training ---
 
     def open(self) -> None:
-        """Take possession of the store and start the threads. All ranks, before ``resume_from``.
+        """Takes possession of the store and starts the threads. Called by all ranks, before ``resume_from``.
 
         Raises:
-            StoreError, ConfigError, OSError: as ``open_store``. Whatever is raised, neither the lock is held nor a
-                thread runs then.
+            StoreError, ConfigError, OSError: as ``open_store``. After an error the store is unlocked, and no thread
+                runs.
         """
         run, settings, ranks = self._run, self._run.settings, self.comm.world_size
         try:
@@ -146,18 +146,18 @@ class CheckpointSession:
         beneath: Manifest | None = None,
         rebuilds: bool = False,
     ) -> FaultRecord:
-        """Resume from a restored checkpoint, and record the tokens that its experts lack.
+        """Resumes from a restored checkpoint, and records the tokens that its experts lack.
 
-        Called on every rank, after the state was restored and before the first step. A checkpoint of
-        another store lends its history, but not its files: the next checkpoint is then dense.
+        Called on every rank, after the state was restored and before the first step. From a checkpoint of another store
+        the session takes the history, but no files: the next checkpoint is then dense.
 
         Args:
             manifest: Of the checkpoint.
-            same_store: It lies in the session's own store, or what is ``beneath`` it does.
-            tokens_from_host: ``[L, E]`` tokens seen by experts that came back from host memory instead of from storage.
-            beneath: The checkpoint on storage that it was laid over, if it was in memory only.
-            rebuilds: Files of the store are damaged that a partial checkpoint would build on: not ``same_store`` then,
-                and the next checkpoint has everything, whatever the policy.
+            same_store: The checkpoint, or the one ``beneath``, is in the session's own store.
+            tokens_from_host: ``[L, E]`` tokens of experts that were restored from host memory instead of from storage.
+            beneath: For a checkpoint in memory, the one on storage that has the operators that memory lacks.
+            rebuilds: Files are damaged on which a partial checkpoint would build: the next checkpoint has everything,
+                whatever the policy. ``same_store`` is False then.
         """
         pipeline = self._snapshots.pipeline
         committer = pipeline.committer
@@ -180,19 +180,19 @@ class CheckpointSession:
             self.run_ledger.forget()
         pipeline.room.training_begins(whole=self.run_ledger.needs_everything)
         self._run.tell(Resumed(manifest.step))
-        self._since_record.take()  # what a replay took is no stall of the next step
+        self._since_record.take()  # a replay is no stall of the next step
         self._since_lap.take()
         return fault
 
     def continue_ledger(self, tokens: Mapping[str, Any], index: int) -> None:
-        """Go on from a dense checkpoint of another kind, which lacks no expert's tokens."""
+        """Continues from a dense checkpoint in another format, in which no expert lacks tokens."""
         self.run_ledger.continue_from(tokens, index)
         committer = self._snapshots.pipeline.committer
         if committer is not None:
             committer.resume_from(self.run_ledger.ledger, None)
 
     def training_begins(self) -> None:
-        """The state is complete, and the loop is entered. No collective."""
+        """Notes that the state is complete and training enters its loop. No collective."""
         pipeline, ledger = self._snapshots.pipeline, self.run_ledger
         pipeline.tier.left_slots.training_begins()
         is_new = ledger.newest is None and ledger.committed_step is None
@@ -202,14 +202,14 @@ class CheckpointSession:
         self._since_lap.take()
 
     def begin_run(self, capture: Capture, step: int = 0, *, wait: bool = True) -> None:
-        """Training begins after ``step``: save that state, if the policy wants it, and wait until it is committed.
+        """Saves the state with which training begins, if the policy wants that, and waits for the commit.
 
-        Called instead of ``after_update`` by the adapter, before the first step of a run that resumes nothing.
+        Called by the adapter instead of ``after_update``, before the first step of a run that does not resume.
 
         Args:
-            capture: Gives the plain state.
+            capture: Returns the plain state.
             step: Optimizer steps done.
-            wait: False where ranks arrive one after the other; ``drain`` before the first update waits for it then.
+            wait: False if ranks arrive one after the other; ``drain`` before the first update waits for the commit.
         """
         plan = self._snapshots.plan(step)
         if plan:
@@ -223,10 +223,10 @@ class CheckpointSession:
         self._snapshots.live.set_compute_types(types)
 
     def follow(self, make: Callable[[RunContext, Snapshotter], _Follower]) -> _Follower:
-        """Lets a guest follow the newest step. Once, before training.
+        """Lets a guest follow the newest step. Called once, before training.
 
         Args:
-            make: Makes it.
+            make: Makes the guest.
 
         Returns:
             The guest.
@@ -238,7 +238,7 @@ class CheckpointSession:
 
     @property
     def generation(self) -> int:
-        """Life of the run."""
+        """Number of this life of the run."""
         return self._snapshots.pipeline.generation
 
     @property
@@ -248,24 +248,24 @@ class CheckpointSession:
 
     @property
     def tier(self) -> HostTier | MemoryTier:
-        """Returns the tier in memory: from an earlier session, until this one's first checkpoint."""
+        """Returns the tier in memory; it has checkpoints of an earlier session until the first one of this session."""
         return self._snapshots.pipeline.tier
 
     @property
     def committed_directory(self) -> str | None:
-        """Directory of the newest committed checkpoint that this rank knows of."""
+        """Directory of the newest checkpoint that this rank knows to be committed."""
         return self._booking.committed_directory
 
     # --- every optimizer step ---
 
     @timed
     def before_update(self, *, receive: bool = True, of_gradients: bool = False) -> None:
-        """Join the copy under way. Must return before anything changes weights or optimizer state.
+        """Joins the copy under way. Must return before anything changes weights or optimizer state.
 
         Args:
-            receive: What the ranks agreed on of the step before: here alone a step may wait for that. False where no
-                update comes next, but something else that changes weights.
-            of_gradients: Only if it reads gradients, which are about to be overwritten.
+            receive: Also receive the agreement on the step before: the only wait for it in a step. False if something
+                other than an update changes weights next.
+            of_gradients: Join only a copy that reads gradients, which are about to be overwritten.
 
         Raises:
             RuntimeError: a peer is gone.
@@ -287,7 +287,7 @@ class CheckpointSession:
 
     @timed
     def _receive(self) -> StepConsensus:
-        """Books what the ranks agreed on; the wait for slower ranks is no stall."""
+        """Books the agreement of the ranks. The wait for slower ranks does not count as a stall."""
         before = self._booking.agreement.waited_secs
         consensus = self._booking.receive(self._snapshots.pipeline)
         waited = self._booking.agreement.waited_secs - before
@@ -299,12 +299,12 @@ class CheckpointSession:
     def after_update(
         self, step: int, tokens: Deferred[StepTokens], capture: Capture, *, updated: bool = True
     ) -> StepRecord:
-        """The state after optimizer step ``step`` is final: plan, and start copying.
+        """Plans, and begins to copy, when the state after optimizer step ``step`` is final.
 
         Args:
             step: Optimizer steps done.
             tokens: Of this rank; a device may still be counting them.
-            capture: Gives the plain state.
+            capture: Returns the plain state.
             updated: False if the step's update was left out, because gradients overflowed.
 
         Raises:
@@ -334,7 +334,7 @@ class CheckpointSession:
             self._follower.keep_plain(described=record.begun)
         if self._run.gradients is not None:
             self._run.gradients.forget()
-            if updated and not record.begun:  # what comes after it cannot be applied to what came before
+            if updated and not record.begun:  # later gradients cannot be applied to earlier anchors
                 booking.anchors.broken()
         if self.comm.agrees_late:
             booking.send(step, tokens, pipeline, edited=edited)
@@ -351,7 +351,7 @@ class CheckpointSession:
         return record
 
     def stops_after(self, step: int, tokens: Deferred[StepTokens], capture: Capture, *, updated: bool) -> None:
-        """Training stops right after the update of ``step``: no snapshot is due, and no rank is asked.
+        """Notes the update of ``step``, right after which training stops: no snapshot is due, and no rank is asked.
 
         Args: as of ``after_update``.
         """
@@ -362,7 +362,7 @@ class CheckpointSession:
     # --- once, at the end ---
 
     def catch_up(self, record: StepRecord) -> StepRecord:
-        """Training ended: wait for what the ranks still agree on, and return the newest record with that.
+        """Waits for the last agreement when training has ended. Returns the newest record, completed.
 
         Raises: as ``after_update``.
         """
@@ -372,10 +372,11 @@ class CheckpointSession:
         return record
 
     def completed(self, record: StepRecord) -> StepRecord:
-        """The record with the ledger's numbers of now: after ``finish``, nothing in it is still to come."""
+        """Returns the record with the present numbers of the ledger, which are final after ``finish``."""
         tokens, plan, snapshots = self.run_ledger.tokens, self._newest_plan, self._snapshots
         opened, gate = self._snapshots.opened, self._run.gate
         memory = None if opened is None else opened.memory
+        replicator = None if memory is None else memory.replicator
         return replace(
             record,
             bubble_nbytes=0 if gate is None else gate.bubble_nbytes,
@@ -397,23 +398,23 @@ class CheckpointSession:
             oldest_expert_steps=self.run_ledger.ledger.oldest_expert_steps(record.step),
             memory_step=None if memory is None else memory.complete_step,
             memory_nbytes=0 if memory is None else memory.nbytes,
-            replica_lag_steps=0 if memory is None or memory.replicator is None else memory.replicator.lag_steps,
-            replica_sent_nbytes=0 if memory is None or memory.replicator is None else memory.replicator.sent_bytes,
-            replica_saved_nbytes=0 if memory is None or memory.replicator is None else memory.replicator.saved_bytes,
+            replica_lag_steps=0 if replicator is None else replicator.lag_steps,
+            replica_sent_nbytes=0 if replicator is None else replicator.sent_bytes,
+            replica_saved_nbytes=0 if replicator is None else replicator.saved_bytes,
         )
 
     def save_complete(self, step: int, capture: Capture) -> None:
-        """Begin a snapshot of everything, unless the newest one is just that: the last step's state is worth more than
-        what is due, and other callbacks may change the weights (averaging) before ``finish``."""
+        """Begins a snapshot of everything, unless the newest one is that. Called before other callbacks change the
+        weights (averaging), and by ``finish``."""
         self._receive()
         self._snapshots.save_complete(step, capture)
 
     def drain(self, step: int, *, last: bool = False) -> Sequence[Fate]:
-        """Wait until nothing is copied or written any more; returns the snapshots that ended, the newest last.
+        """Waits until no snapshot is copied or written any more. Returns the fates of those that ended, newest last.
 
         Args:
             step: The newest one, for the message.
-            last: The run ends, and what it waited for its last snapshot counts as well.
+            last: The run ends: the time that its last snapshot has waited counts as well.
 
         Raises:
             SaveFailedError: Storage did not finish in time.
@@ -425,7 +426,7 @@ class CheckpointSession:
         return snapshots.pipeline.persister.fates(-1)
 
     def wait(self, step: int) -> None:
-        """Waits as ``drain`` does, in training: says what storage did not finish in time, and raises nothing."""
+        """Waits as ``drain`` does, during training. If storage does not finish in time, that is a warning."""
         try:
             self.drain(step)
         except SaveFailedError as error:
@@ -434,12 +435,12 @@ class CheckpointSession:
     def finish(
         self, step: int, capture: Capture, *, save_last: bool, note_end: Callable[[str], None] | None = None
     ) -> None:
-        """Training ended well: leave a complete checkpoint of the last state, and wait for it.
+        """Saves a complete checkpoint of the last state, waits for it, and closes. For training that ended well.
 
         Args:
             step: Optimizer steps done.
-            capture: Gives the plain state.
-            save_last: False to leave what there is.
+            capture: Returns the plain state.
+            save_last: False to save no checkpoint.
             note_end: Called on rank 0 with the newest checkpoint's directory, before the store is released.
 
         Raises:
@@ -466,10 +467,10 @@ class CheckpointSession:
             raise SaveFailedError(ended[-1].step, (ended[-1].cause or "unknown",))
 
     def close(self, timeout_secs: float | None = None) -> None:
-        """Finish what is under way if that is quick enough, and stop the threads. Safe to call twice.
+        """Waits for snapshots under way, not too long, and ends the threads. A second call has no effect.
 
-        Unless ``finish`` came before, training failed: the recovery buffer stays in this process's memory for
-        the next session on the same store (see ``tiers.host_tier``).
+        Unless ``finish`` was called, training has failed: the recovery buffer stays in this process's memory for the
+        next session on the same store (see ``tiers.host_tier``).
         """
         secs = self._run.settings.timeout_secs if timeout_secs is None else timeout_secs
         self._leave(secs)
@@ -477,7 +478,7 @@ class CheckpointSession:
         self._close(secs, keep=True)
 
     def _not_in_time(self, step: int, secs: float) -> SaveFailedError:
-        """What to raise when earlier snapshots were not out of the way after so long."""
+        """Returns the error for snapshots that did not end in so many seconds."""
         pipeline, newest = self._snapshots.pipeline, self.run_ledger.committed_step
         writing, root = pipeline.persister.writing, self._run.storage.root
         newest_text = (
@@ -493,11 +494,11 @@ class CheckpointSession:
         return SaveFailedError(step, (cause, f"{newest_text}; check whether that storage hangs, or raise timeout_secs"))
 
     def _close(self, timeout_secs: float, *, keep: bool) -> None:
-        """Stop the threads, and release the store, or leave that to the thread that still writes.
+        """Ends the threads, and releases the store, or has the thread that still writes release it.
 
         Args:
             timeout_secs: Longest wait for that thread.
-            keep: Training failed: leave the recovery buffer in memory.
+            keep: Training failed: the recovery buffer stays in memory.
         """
         pipeline, self._snapshots.opened = self._snapshots.opened, None
         release, self._release = self._release, lambda: None
@@ -506,7 +507,7 @@ class CheckpointSession:
         finally:
             if pipeline is None:
                 release()
-            # Its thread may write on: whoever comes next in this process must not share the store with it.
+            # A thread may write on: the next session in this process must not share the store with it.
             elif not pipeline.close(timeout_secs, keep=keep, afterwards=release):
                 log.warning(
                     "a checkpoint is still being written; training does not wait for it, but the store stays "

@@ -27,25 +27,25 @@ from moe_ckpt.slices.snapshot import Encode, Snapshot, plain_of
 log = logging.getLogger("moe_ckpt")
 
 Capture = Callable[[], Mapping[str, Any]]
-"""Gives the plain training state of this moment; called only when a snapshot begins."""
+"""Returns the plain training state of this moment; called only when a snapshot begins."""
 
 
 _TELLING_SECS = 0.005
-"""From one question for what ranks have in memory to the next."""
+"""Pause between two agreements on what the ranks have in memory."""
 
 
 class Snapshotter:
     """Makes snapshots from plans, hands them to the pipeline and records them. For the training thread only.
 
     Attributes:
-        opened: The pipeline, while the session is open.
+        opened: The pipeline; None unless the session is open.
         booking: Updates the ledger.
         live: The training state.
         planner: Asks the policy.
-        backlog: Says which snapshots begin, and where they go; counts those that were left out or waited for.
-        updates: That changed weights in this process.
+        backlog: Decides which snapshots begin, and whether they go to storage and to peers.
+        updates: Updates that changed weights in this process.
         newest: The snapshot that began last.
-        end_secs: Longest wait for the run's last snapshots, from now on; what was waited for them is gone from it.
+        end_secs: The rest of the longest wait for the run's last snapshots.
     """
 
     def __init__(self, run: RunContext) -> None:
@@ -72,10 +72,10 @@ class Snapshotter:
         return self.opened
 
     def step_begins(self, *, updated: bool = True) -> None:
-        """The state of another step is final: tensors may differ from before, and the time to wait at the end is reset.
+        """Notes that the state of another step is final: its tensors may be others, and ``end_secs`` begins anew.
 
         Args:
-            updated: Its update was made, not left out because gradients overflowed.
+            updated: False if the step's update was left out, because gradients overflowed.
         """
         self.updates += updated
         self.live.forget()
@@ -93,18 +93,17 @@ class Snapshotter:
             return SnapshotPlan(step, run.catalog.everything)
         measured = None if consensus is None else consensus.measured
         context = ledger.context(step, self.live.placement, measured, self._popularity)
-        memory, settings = context.memory, run.settings.memory
+        known: dict[str, Any] = {}
         if consensus is not None and run.gradients is not None:
-            memory = replace(memory, anchored_at=self.booking.anchors.steps)
-        if consensus is not None and settings is not None:  # where this step's snapshot will go
+            known["anchored_at"] = self.booking.anchors.steps
+        if consensus is not None and run.settings.memory is not None:  # the tiers of this step's snapshot
             tiers = {Tier.HOST}
             if self.backlog.expects_storage(step, consensus, ledger):
                 tiers.add(Tier.STORAGE)
-            in_memory = self.pipeline.memory
-            if settings.replicas and in_memory is not None and in_memory.replicator is not None:
+            if run.settings.memory.replicas and self.pipeline.tier.replicator is not None:
                 tiers.add(Tier.PEER)
-            memory = replace(memory, tiers=frozenset(tiers), sends=consensus.sends)
-        plan = self.planner.plan(context if memory is context.memory else replace(context, memory=memory))
+            known |= {"tiers": frozenset(tiers), "sends": consensus.sends}
+        plan = self.planner.plan(replace(context, memory=replace(context.memory, **known)))
         if consensus is None or not plan.gradients:
             return plan
         return self._with_anchors(plan, edited=consensus.edited)
@@ -112,12 +111,12 @@ class Snapshotter:
     def _with_anchors(self, plan: SnapshotPlan, *, edited: bool) -> SnapshotPlan:
         """Returns the plan, with operators in full instead of gradients that no recovery could apply.
 
-        Gradients need an anchor, which is a full copy of the operator at an earlier step. If an operator lacks one, the
-        plan becomes one of everything; for a policy that leaves experts out, those operators alone are saved in full.
+        Gradients need an anchor, a full copy of the operator at an earlier step. If an operator lacks one, the plan
+        becomes one of everything; for a policy that leaves experts out, only those operators are saved in full.
 
         Args:
             plan: Equal on every rank.
-            edited: The step does not follow from its gradients, or, where ranks agree late, the step before does not.
+            edited: The step does not follow from its gradients, or, if ranks agree late, the step before does not.
         """
         everything, planned = self._run.catalog.everything, {*plan.full, *plan.gradients}
         if edited:
@@ -141,20 +140,20 @@ class Snapshotter:
         step_is_agreed: bool,
         before_training: bool = False,
     ) -> StepRecord:
-        """Begin what the plan names, unless storage is too far behind. Returns what became of it.
+        """Begins the snapshot of a plan, unless storage is too far behind. Returns the record of the step.
 
         Args:
             plan: Not empty; equal on every rank.
-            plain: Gives the plain state.
-            consensus: What the ranks agreed on.
+            plain: Returns the plain state.
+            consensus: Of the ranks.
             step_is_agreed: See ``Bookkeeper.tokens_at``.
-            before_training: Nothing is computed yet, so that memory is waited for, and the ranks may not be here yet.
+            before_training: No step was computed yet: memory is waited for, and other ranks may not have come yet.
         """
         pipeline = self.pipeline
         if pipeline.memory is not None:
             pipeline.memory.goes_on(None if plan.window is None else plan.window.start)
         if not self.backlog.begins(plan, pipeline, consensus):
-            if plan.window is not None:  # the first slot too: one under way was to end, since its tensors changed
+            if plan.window is not None:  # a first slot, too: a window under way was to end, since its tensors changed
                 self.booking.run_ledger.give_up_window()
             return StepRecord(plan.step, skipped=True)
         if consensus.used_up and (plan.wait or self._run.settings.when_busy == "wait"):
@@ -162,7 +161,7 @@ class Snapshotter:
         outlives = self._run.settings.memory is not None
         tight = outlives and not plan.gradients and (consensus.tight or self.planner.is_tight(plan))
         stored = self.backlog.to_storage(plan, consensus, self.booking.run_ledger, tight=tight)
-        if tight and not stored and not plan.slot:  # it would take the place of the newest one that memory has
+        if tight and not stored and not plan.slot:  # it would replace the newest checkpoint in memory
             self.backlog.leave_out(plan, "earlier ones are still being written, and memory has no room for two")
             return StepRecord(plan.step, skipped=True)
         snapshot = self._begin(
@@ -190,13 +189,13 @@ class Snapshotter:
         )
 
     def save_complete(self, step: int, capture: Capture) -> None:
-        """Begin a snapshot of everything, unless the newest one is just that."""
+        """Begins a snapshot of everything, unless the newest one is that."""
         newest, everything = self.booking.run_ledger.newest, self._run.catalog.everything
         if newest is not None and newest.step == step:
             if newest.contents.full == everything:
                 return
             pipeline = self.pipeline
-            pipeline.generation += 1  # a partial checkpoint of this step has taken the name
+            pipeline.generation += 1  # a partial checkpoint of this step has the name already
             if pipeline.memory is not None:
                 pipeline.memory.files.note_generation(pipeline.generation)
         self._settle_memory()
@@ -204,8 +203,8 @@ class Snapshotter:
         self._begin(SnapshotPlan(step, everything), plain, last=True, step_is_agreed=True)
 
     def _settle_memory(self) -> None:
-        """Where some rank's budget is used up, the ranks tell each other what memory has before the step ends: older
-        snapshots make room then. A collective, while no step is being agreed on."""
+        """If some rank's budget is used up, has the ranks agree now on what memory has, so that older snapshots give up
+        their room. A collective, while no step is being agreed on."""
         pipeline, memory = self.pipeline, self.pipeline.memory
         until = time.monotonic() + self.end_secs
         while memory is not None:
@@ -227,13 +226,13 @@ class Snapshotter:
         of: int | None,
         patience_secs: float,
     ) -> Snapshot:
-        """Begin a snapshot for memory alone, which is not recorded in the ledger, because training stops.
+        """Begins a snapshot in memory because training stops. It is not recorded in the ledger.
 
         Args:
             plan: Of the newest step.
-            plain: Gives the plain state.
+            plain: Returns the plain state.
             tokens: ``applied`` and ``counted`` of ``Facts``.
-            of: The other rank whose share is saved; None for that of this one.
+            of: Rank whose share is saved; None for this one.
             patience_secs: See ``Pipeline.begin``.
         """
         tensors, specs = self.live.describe_for(plan)
@@ -252,7 +251,7 @@ class Snapshotter:
             plain=plain,
             patience_secs=patience_secs,
         )
-        return cast(Snapshot, snapshot)  # nobody is asked about it, so that it begins
+        return cast(Snapshot, snapshot)  # without ``agree`` it begins
 
     def _begin(
         self,
@@ -265,15 +264,15 @@ class Snapshotter:
         to_peers: bool = True,
         before_training: bool = False,
     ) -> Snapshot | None:
-        """Begin a snapshot. None if the ranks leave it out, since one of them has no memory for it.
+        """Begins a snapshot. None if the ranks leave it out, since one of them has no memory for it.
 
         Args:
-            plan: What to save.
-            plain: Gives the plain state.
+            plan: Operators to save.
+            plain: Returns the plain state.
             step_is_agreed: See ``Bookkeeper.tokens_at``.
-            last: Of the run, so that what it waits for is left to ``drain`` to complain about.
-            to_storage: It goes there from memory.
-            to_peers: So it does to peers.
+            last: It is the run's last one: ``drain`` reports what it waits for too long.
+            to_storage: It goes to storage.
+            to_peers: It goes to peers.
             before_training: See ``carry_out``.
         """
         settings, live, pipeline = self._run.settings, self.live, self.pipeline
@@ -310,7 +309,7 @@ class Snapshotter:
                 self.booking.run_ledger.give_up_window()
             return None
         self.newest = snapshot
-        if self._run.gradients is not None:  # else nobody asks for anchors
+        if self._run.gradients is not None:
             self._note_anchors(entry, plan.together)
         if last:
             self.end_secs = max(0.0, self.end_secs - (time.perf_counter() - began))
@@ -322,9 +321,11 @@ class Snapshotter:
         return snapshot
 
     def _agree_on(self, plan: SnapshotPlan) -> Callable[[bool], bool] | None:
-        """Returns what makes the ranks agree whether each of them has memory for the snapshot. None: they need not.
+        """Returns a function by which the ranks agree whether each of them has memory for a snapshot; None if they need
+        not.
 
-        They do once for plans of a shape: after that, each knows beforehand what it lacks (``Room.is_short``).
+        They agree once for plans of one shape. After that, each rank knows beforehand whether it lacks memory
+        (``Room.is_short``).
         """
         saved = plan.full, plan.memory_only, plan.compute, plan.gradients
         shape = 0 if plan.window is None else plan.window.size, plan.slot, *map(len, saved)
@@ -340,12 +341,13 @@ class Snapshotter:
         return agree
 
     def _note_anchors(self, snapshot: InFlight, together: Sequence[tuple[str, ...]]) -> None:
-        """A snapshot of a gradient log began, or another one, which is an anchor if it has everything."""
+        """Notes the anchors of a snapshot that began. One that is not of a gradient log has anchors if it has
+        everything."""
         anchors, contents, number = self.booking.anchors, snapshot.contents, snapshot.identity.number
         if self._leaves_out:
             anchors.begun(number, snapshot.step, contents.full, contents.gradients)
             self._anchored_as.update(snapshot.relaid)
-            if not contents.to_peers:  # peers miss it, so that no later gradient is of use to them
+            if not contents.to_peers:  # peers lack it, so that they cannot use later gradients
                 anchors.broken()
         elif contents.since is None and not contents.is_complete(self._run.catalog.everything):
             anchors.broken()
@@ -354,7 +356,7 @@ class Snapshotter:
             self._anchored_as.update(snapshot.relaid)
 
     def _contents(self, plan: SnapshotPlan, relaid: Mapping[str, int], *, to_storage: bool, to_peers: bool) -> Contents:
-        """Returns the contents of the next snapshot: the plan's, and what the ledger adds.
+        """Returns the contents of the next snapshot: those of the plan, and operators that the ledger requires.
 
         Args:
             plan: Equal on every rank.
@@ -368,7 +370,7 @@ class Snapshotter:
         operators, host_only = plan.full, plan.memory_only
         rescued = run_ledger.rescued
         overdue = {op for op, since in relaid.items() if not plan.gradients or self._anchored_as.get(op) != since}
-        if self._leaves_out:  # what gradients alone lead to, and is left out now, would be lost with them
+        if self._leaves_out:  # an operator that only gradients bring up to date must not be left out now
             overdue |= {*self.booking.anchors.log_operators}.difference(plan.gradients)
         if (overdue or rescued) and window is None:
             due = overdue | rescued | set(operators)
@@ -396,10 +398,8 @@ class Snapshotter:
 
     def _facts(self) -> Facts:
         tokens, measured = self.booking.run_ledger.tokens, self.booking.meter.measurements
-        agreed = (
-            self.booking.consensus.measured.copy_interference_secs
-        )  # for that is not measured again after a restart
-        if agreed is not None:
+        agreed = self.booking.consensus.measured.copy_interference_secs
+        if agreed is not None:  # a restart does not measure it again
             measured["copy_interference_secs"] = agreed
         return Facts(
             index=self.booking.run_ledger.index,
@@ -413,7 +413,7 @@ class Snapshotter:
         )
 
     def _ended(self, snapshot: InFlight, committed: bool) -> None:
-        """A snapshot was booked as ended."""
+        """Notes that a snapshot was booked as ended."""
         self._run.tell(SnapshotEnded(committed))
         if not committed:
             if snapshot.step == self.planner.dense_step:

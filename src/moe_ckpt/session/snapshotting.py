@@ -93,17 +93,17 @@ class Snapshotter:
             return SnapshotPlan(step, run.catalog.everything)
         measured = None if consensus is None else consensus.measured
         context = ledger.context(step, self.live.placement, measured, self._popularity)
-        known: dict[str, Any] = {}
+        facts: dict[str, Any] = {}
         if consensus is not None and run.gradients is not None:
-            known["anchored_at"] = self.booking.anchors.steps
+            facts["anchored_at"] = self.booking.anchors.steps
         if consensus is not None and run.settings.memory is not None:  # the tiers of this step's snapshot
             tiers = {Tier.HOST}
             if self.backlog.expects_storage(step, consensus, ledger):
                 tiers.add(Tier.STORAGE)
             if run.settings.memory.replicas and self.pipeline.tier.replicator is not None:
                 tiers.add(Tier.PEER)
-            known |= {"tiers": frozenset(tiers), "sends": consensus.sends}
-        plan = self.planner.plan(replace(context, memory=replace(context.memory, **known)))
+            facts |= {"tiers": frozenset(tiers), "sends": consensus.sends}
+        plan = self.planner.plan(replace(context, memory=replace(context.memory, **facts)))
         if consensus is None or not plan.gradients:
             return plan
         return self._with_anchors(plan, edited=consensus.edited)

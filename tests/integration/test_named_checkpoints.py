@@ -161,9 +161,9 @@ def test_what_rank_0_finds_in_a_store_all_ranks_hear(run, tmp_path, monkeypatch)
 
     def one(comm):
         comms[threading.get_ident()] = comm
-        newest = checkpoint_io.load_named(run[0], lambda reader, manifest: manifest.step, fitting=True)
+        newest = checkpoint_io.load_named(run[0], lambda reader, manifest: manifest.step)
         with pytest.raises(StoreError) as caught:
-            checkpoint_io.load_named(tmp_path / "empty", lambda reader, manifest: None, fitting=True)
+            checkpoint_io.load_named(tmp_path / "empty", lambda reader, manifest: None)
         return newest, caught.value
 
     (first, zero), (second, other) = run_threads(ThreadRanks(2), one)

@@ -73,15 +73,15 @@ def unused(rank: int, world_size: int, root: str) -> dict[str, Said]:
     told: list[str] = []
     megatron_lm.announce = lambda message, *values, **_: told.append(message % values)
     installed = megatron.install(dirpath=root)
-    megatron_lm._say_unused(installed)
+    megatron_lm._warn_unused(installed)
     installed.remove()
-    megatron_lm._say_unused(installed)
+    megatron_lm._warn_unused(installed)
     installed = megatron.install(dirpath=root)
     installed._original["setup_model_and_optimizer"] = lambda: (nn.Linear(2, 2), None, None)
     settings = SimpleNamespace(**dict.fromkeys(script.ARGUMENTS))
     importlib.import_module("megatron.training.global_vars").get_args = lambda: settings
     refused = said(installed._setup_model_and_optimizer)
-    megatron_lm._say_unused(installed)
+    megatron_lm._warn_unused(installed)
     installed.remove()
     return {"told": ("", told[0]), "refused": refused, "then": (str(len(told)), told[-1])}
 

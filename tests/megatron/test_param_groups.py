@@ -83,10 +83,10 @@ def test_what_the_loop_has_set_after_the_schedule_comes_back(tmp_path: Path, pol
 
 
 def test_another_schedule_sets_its_own_rates():
-    from moe_ckpt.megatron.host import follows
+    from moe_ckpt.megatron.host import is_same_schedule
 
     scheduler = SimpleNamespace(state_dict=lambda: {"max_lr": 0.1, "num_steps": 4, "betas": (0.9, 0.99)})
-    assert follows(scheduler, {"max_lr": 0.1, "num_steps": 4, "betas": [0.9, 0.99]})
-    assert not follows(scheduler, {"max_lr": 0.2, "num_steps": 4, "betas": [0.9, 0.99]})
-    assert not follows(None, {"max_lr": 0.1})
-    assert not follows(scheduler, None)
+    assert is_same_schedule(scheduler, {"max_lr": 0.1, "num_steps": 4, "betas": [0.9, 0.99]})
+    assert not is_same_schedule(scheduler, {"max_lr": 0.2, "num_steps": 4, "betas": [0.9, 0.99]})
+    assert not is_same_schedule(None, {"max_lr": 0.1})
+    assert not is_same_schedule(scheduler, None)

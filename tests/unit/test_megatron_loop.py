@@ -80,19 +80,19 @@ def test_the_first_training_forward_pass_of_the_model():
 
 def test_iterations_in_another_order():
     loop = Loop()
-    loop.stand_at(Progress(4, 8, restored=True, counters={"a": 1}))
+    loop.begin_at(Progress(4, 8, restored=True, counters={"a": 1}))
     assert not loop.moved
-    loop.step(5, 10, None)
+    loop.count_update(5, 10, None)
     assert (loop.counters, loop.moved) == ({"a": 1}, True)
     with pytest.raises(ConfigError, match=r"after_step\(6\): neither optimizer.step\(\).*since iteration 5"):
-        loop.step(6, 12, None)
+        loop.count_update(6, 12, None)
     loop.skip(6, 12, {"a": [2]})
     with pytest.raises(ConfigError, match=r"skip\(6\) follows iteration 6"):
         loop.skip(6, 12, None)
     loop.join()
     with pytest.raises(UnencodableStateError, match="counters/a"):
-        loop.step(7, 14, {"a": object()})
-    assert (loop.iteration, loop.consumed_samples, loop.counters) == (6, 12, {"a": [2]})
+        loop.count_update(7, 14, {"a": object()})
+    assert (loop.step, loop.consumed_samples, loop.counters) == (6, 12, {"a": [2]})
 
 
 class OptimizerParamScheduler:

@@ -1,5 +1,8 @@
-"""Checkpoints that the user names, by ``ckpt_path=`` or to ``load_from_checkpoint``: a step directory, or a store (its
-newest good step). A CheckpointIO opens them, so that ``ckpt_path=`` takes them everywhere."""
+"""Loads checkpoints that the user names, by ``ckpt_path=`` or to ``load_from_checkpoint``.
+
+The name is that of a step directory, or of a store (its newest good step). A CheckpointIO opens them, so ``ckpt_path=``
+takes them everywhere.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,6 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
-from lightning.pytorch.strategies import Strategy
 from torch.optim import Optimizer
 
 from moe_ckpt.callbacks.compat import PATH
@@ -49,7 +51,7 @@ Loaded = TypeVar("Loaded")
 Module = TypeVar("Module")
 _TIMEOUT_SECS = 600.0
 _CANDIDATES = 8
-"""Most checkpoints of a store that are tried."""
+"""How many checkpoints of a store are tried at most."""
 
 
 def is_step_path(path: str | os.PathLike[str] | None) -> bool:
@@ -62,7 +64,7 @@ def is_step_path(path: str | os.PathLike[str] | None) -> bool:
 
 
 def is_store_path(path: str | os.PathLike[str] | None) -> bool:
-    """Returns whether ``path`` is a store of this package. Looks up no remote file of others (``.ckpt``)."""
+    """Returns whether ``path`` is a store of this package. Files of Lightning and torch, by their endings, are not."""
     if path is None or os.path.splitext(os.fspath(path))[1] in (".ckpt", ".pt", ".pth"):
         return False
     text = os.fspath(path)
@@ -75,64 +77,60 @@ def is_store_path(path: str | os.PathLike[str] | None) -> bool:
     )
 
 
-def load_named(
-    path: str | os.PathLike[str], load: Callable[[StoreReader, Manifest], Loaded], *, fitting: bool
-) -> Loaded:
-    """Loads what ``path`` names. For a store a collective of all ranks, so that they take the same step.
+def load_named(path: str | os.PathLike[str], load: Callable[[StoreReader, Manifest], Loaded]) -> Loaded:
+    """Loads the checkpoint at ``path``, not to train on. For a store a collective, so that ranks load the same step.
 
     Args:
-        path: For which ``is_step_path`` or ``is_store_path`` holds.
+        path: One for which ``is_step_path`` or ``is_store_path`` holds.
         load: Loads one checkpoint on this rank; called with an older one of a store if any rank found it damaged.
-        fitting: Training goes on from it, so that no sparse window that is newer may be skipped.
 
     Raises:
         NoCheckpointError: There is no such step, or the store has none that can be used.
         DamagedError: The named step is damaged.
-        StepRemovedError: The named step was removed while it was read, or of a store one after the other.
-        UnsupportedError: The named step is a sparse window; or the newest of the store is, and ``fitting``.
+        StepRemovedError: The named step, or each step of the store in turn, was removed while it was read.
+        UnsupportedError: The named step is a sparse window.
         StoreError: Rank 0 could not choose a checkpoint of the store.
     """
     if is_step_path(path):
         return load(*open_step(path))
-    return load_named_together(path, lambda comm, opens: together(comm, lambda: load(*opens())), fitting=fitting)
+    return load_named_together(path, lambda comm, opens: together(comm, lambda: load(*opens())), fitting=False)
 
 
 def load_named_together(
     path: str | os.PathLike[str], load: Callable[[Communicator, Opens], Loaded], *, fitting: bool
 ) -> Loaded:
-    """Loads as ``load_named`` does, but in a collective of all ranks for a step, too.
+    """Loads the checkpoint at ``path`` in a collective of all ranks.
 
     Args:
         path: As of ``load_named``.
-        load: Loads what ``Opens`` opens, on all ranks, which may divide the reading. Raises ``NotUsableError`` on every
-            rank, if it failed on any.
-        fitting: As of ``load_named``.
+        load: Loads the checkpoint that ``Opens`` opens, on all ranks, which may divide the reading. Raises
+            ``NotUsableError`` on every rank if it failed on any.
+        fitting: Training goes on from it, so no newer sparse window may be skipped.
 
     Raises:
+        UnsupportedError: The named step is a sparse window; or the newest of the store is, and ``fitting``.
         StoreError: Another rank could not load it, with its message; else as ``load_named``.
         PeerLostError: A peer is gone.
     """
     comm, text = make_communicator(_TIMEOUT_SECS), os.fspath(path)
-    reader = StoreReader(locate(text)[0])
+    storage, directory = locate(text)
+    reader = StoreReader(storage)
 
     def newest() -> Loaded:
         directories = by_rank_zero(comm, lambda: _dense(reader, fitting), f"choose a checkpoint of {text}")
         return _load_first(text, reader, directories, load, comm)
 
     try:
-        return _load_one(text, load, comm) if is_step_path(text) else listed_again(newest)
+        if not is_step_path(text):
+            return listed_again(newest)
+        try:
+            return load(comm, lambda: open_step(text))
+        except NotUsableError as error:
+            if error.kind == DAMAGED and directory is not None:
+                require_committed(comm, reader.storage, directory)
+            raise_on_all_ranks(comm, error, text)
     finally:
         comm.close()
-
-
-def _load_one(path: str, load: Callable[[Communicator, Opens], Loaded], comm: Communicator) -> Loaded:
-    storage, directory = locate(path)
-    try:
-        return load(comm, lambda: open_step(path))
-    except NotUsableError as error:
-        if error.kind == DAMAGED and directory is not None:
-            require_committed(comm, StoreReader(storage).storage, directory)
-        raise_on_all_ranks(comm, error, path)
 
 
 def _load_first(
@@ -142,7 +140,7 @@ def _load_first(
     load: Callable[[Communicator, Opens], Loaded],
     comm: Communicator,
 ) -> Loaded:
-    """Loads the first of these steps that can be. Raises ``StepRemovedError``, on every rank, if one was removed."""
+    """Loads the first usable one of these steps. Raises ``StepRemovedError``, on every rank, if one was removed."""
     problems: list[str] = []
     for directory in directories:
         try:
@@ -195,7 +193,7 @@ def load_from_checkpoint(module_class: type[Module], path: str | os.PathLike[str
     if not (is_step_path(path) or is_store_path(path)):
         raise NoCheckpointError(f"{os.fspath(path)} is {_other(os.fspath(path), module_class.__name__)}")
     file = io.BytesIO()
-    torch.save(load_named(path, module_checkpoint, fitting=False), file)
+    torch.save(load_named(path, module_checkpoint), file)
     file.seek(0)
     loaded: Module = module_class.load_from_checkpoint(file, **options)  # type: ignore[attr-defined]
     return loaded
@@ -206,7 +204,7 @@ def _shown(value: object) -> str:
 
 
 def _other(path: str, name: str) -> str:
-    """Returns what is at a path that is neither a step nor a store, and what opens that."""
+    """Describes what is at a path that is neither a step nor a store, and says what opens it."""
     files = os.listdir(path) if os.path.isdir(path) else [os.path.basename(path)]
     if any(file.endswith(".safetensors") for file in files):
         return (
@@ -241,10 +239,9 @@ class MoECheckpointIO(CheckpointIO):
 
     def __init__(self, inner: CheckpointIO | None = None) -> None:
         self.inner = inner or TorchCheckpointIO()
-        self.fitting: Callable[[], bool] = lambda: False
-        """Returns whether training will go on from what is loaded; set by ``MoECheckpoint``."""
-        self.of_all_ranks = False
-        """Whether all ranks load together, and divide the reading of a step, too; set by ``MoECheckpoint``."""
+        self.fitting: Callable[[], bool] | None = None
+        """Returns whether training will go on from the checkpoint. ``MoECheckpoint`` sets it; then all ranks load
+        together, and divide the reading."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: PATH, storage_options: Any | None = None) -> None:
         self.inner.save_checkpoint(checkpoint, path, storage_options)
@@ -257,9 +254,9 @@ class MoECheckpointIO(CheckpointIO):
             DamagedError: The bytes of the step are not intact.
         """
         if is_step_path(path) or is_store_path(path):
-            if self.of_all_ranks:
+            if self.fitting is not None:
                 return load_named_together(path, _load_together, fitting=self.fitting())
-            return load_named(path, _load, fitting=self.fitting())
+            return load_named(path, _load)
         if type(self.inner) is TorchCheckpointIO and os.path.isdir(path):
             raise NoCheckpointError(
                 f"{os.fspath(path)} is a directory, but neither a step nor a store of moe_ckpt: there is no "
@@ -281,7 +278,7 @@ def _load(reader: StoreReader, manifest: Manifest) -> dict[str, Any]:
 
 
 def _load_together(comm: Communicator, opens: Opens) -> dict[str, Any]:
-    """The same on all ranks, each of which reads its part of the tensors."""
+    """Loads as ``_load`` on all ranks, each of which reads a part of the tensors."""
 
     def opened() -> WholeCheckpoint:
         reader, manifest = opens()
@@ -328,9 +325,9 @@ class StoredOptimizer(dict[str, Any]):
         return dict(self)
 
 
-def load_steps_into_shards(trainer: pl.Trainer, strategy: Strategy) -> None:
+def load_steps_into_shards(trainer: pl.Trainer) -> None:
     """Replaces ``load_checkpoint`` of ``ModelParallelStrategy``, which asks no ``CheckpointIO``. In ``setup``."""
-    lightnings_own = strategy.load_checkpoint
+    lightnings_own = trainer.strategy.load_checkpoint
 
     def load_checkpoint(path: PATH, weights_only: bool | None = None) -> dict[str, Any]:
         if not (is_step_path(path) or is_store_path(path)):
@@ -352,4 +349,4 @@ def load_steps_into_shards(trainer: pl.Trainer, strategy: Strategy) -> None:
         checkpoint.update(state_dict={}, optimizer_states=[])
         return checkpoint | _resumed(reader, manifest, restored.plain)
 
-    strategy.load_checkpoint = load_checkpoint  # type: ignore[method-assign, assignment]
+    trainer.strategy.load_checkpoint = load_checkpoint  # type: ignore[method-assign, assignment]

@@ -1,6 +1,6 @@
-"""The private names of Lightning that this adapter uses; no other file has one. Tests look for each.
+"""The private names of Lightning that this adapter uses; no other file has one. Tests look up each name.
 
-Lightning has no public interface for them: how it counts batches, where its loaders are, what its callbacks remember.
+Lightning has no public interface for its batch counts, its loaders, and the state of its callbacks.
 """
 
 from __future__ import annotations

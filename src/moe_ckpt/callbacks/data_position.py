@@ -5,12 +5,13 @@ Lightning (2.6) makes the loader's iterator before it tells the sampler the epoc
 to stateful loaders, whose state is of one number of ranks. ``RecoverableDistributedSampler`` has a position for any
 number; ``loop_position`` converts it to Lightning's batch count.
 
-To know the last batch of such an epoch, Lightning (2.6) fetches each batch before it trains on the one in front of it.
-The loaders' own states are then one batch ahead of training, and so are the random numbers that a fetch in this process
-draws. Both are noted right before each fetch, and a checkpoint gets what was noted before the batch that waits.
+Lightning (2.6) recognises the last batch of a loader without a length by fetching each batch before it trains on the
+one in front of it. The loaders' own states are then one batch ahead of training, and so are the random numbers that a
+fetch in this process draws. Both are noted right before each fetch, and a checkpoint gets the notes of the fetch of the
+waiting batch.
 
-torchdata's loaders take their state when their next iterator is made, long after ``load_state_dict`` has returned: in
-Lightning's ``setup_data``, where what they raise names neither the loader nor the checkpoint.
+torchdata's loaders apply their state when their next iterator is made, long after ``load_state_dict`` has returned: in
+Lightning's ``setup_data``, where their errors name neither the loader nor the checkpoint.
 """
 
 from __future__ import annotations
@@ -30,19 +31,19 @@ from lightning.fabric.utilities.data import sized_len
 from torch.utils.data import BatchSampler
 
 from moe_ckpt.callbacks.compat import NAMES, DataLoaderIterDataFetcher, PrefetchDataFetcher, Private, Stateful
-from moe_ckpt.callbacks.loop_position import go_on_at, whole_and_left
+from moe_ckpt.callbacks.loop_position import count_batches, set_batch_count
 from moe_ckpt.data import RecoverableDistributedSampler
 from moe_ckpt.driver.host import loading_state
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.modeling.rng import capture_rng, restore_rng
+from moe_ckpt.recovery.replay import same_plain
 from moe_ckpt.stopwatch import Stopwatch
 
 log = logging.getLogger("moe_ckpt")
 
 FETCH_KEY = "moe_ckpt_fetched_ahead"
-"""In a Lightning checkpoint, if the next batch was fetched ahead: what fetching it again needs beside loaders' states.
-
-``rng``: states of the generators before the fetch, if it drew. ``consumed``: loaders that had started over this epoch.
+"""Key in a Lightning checkpoint, if the next batch was fetched ahead: what fetching it again needs beside the loaders'
+states. ``rng``: the generators' states before the fetch, if it drew. ``consumed``: which loaders had started over.
 """
 
 
@@ -53,61 +54,74 @@ _ADVICE = (
 )
 
 
-class Lookahead:
-    """Notes where loaders without a length are before each fetch, for ``DataPosition``.
+class LoaderWatch:
+    """Notes the positions of loaders without a length before each fetch, and names a loader that refuses its state.
 
-    Until ``close``, three methods of Lightning's loops are replaced: that which gives loaders their states, because the
-    first batch is fetched right after it, and those around each fetch.
+    Until ``close``, methods of Lightning's loops are replaced: that which sets up data, that which gives loaders their
+    states, because the first batch is fetched right after it, and where it matters those around each fetch.
 
     Args:
         loop: The trainer's fit loop, whose data are not set up yet.
-        stopwatch: Counts what is noted at each fetch.
+        path: Returns the file that the state comes from, for messages.
+        stopwatch: Counts the time that notes take.
     """
 
-    def __init__(self, loop: Any, stopwatch: Stopwatch) -> None:
+    def __init__(self, loop: Any, path: Callable[[], str], stopwatch: Stopwatch) -> None:
         self._loop = loop
         self._states: list[dict[str, Any]] | None = None
         self._consumed: list[bool] = []
         self._rng: Mapping[str, Any] = {}
         self._drew = False
         self._due: Mapping[str, Any] = {}
-        load, begin, end = (getattr(owner, name) for owner, name in self._replaced)
+        epoch = loop.epoch_loop
+        set_up, load = loop.setup_data, Private(loop).load_combined_loader_states
+        begin, end = Private(epoch).on_before_fetch, Private(epoch).on_after_fetch
+
+        def setup_data() -> None:
+            due = loop.restarting and bool(Private(loop).combined_loader_states_to_load)
+            try:
+                set_up()
+            except Exception as error:  # loaders of others may raise any
+                loader = _refusing(loop, error.__traceback__) if due else None
+                if loader is None:
+                    raise
+                Private(loop).data_fetcher = None  # its teardown asks a loader that has not begun for its length
+                with loading_state(f"the training loader {loader}", path(), _ADVICE):
+                    raise
 
         def loaded() -> None:
             loaded_states = Private(loop).combined_loader_states_to_load if loop.restarting else []
             load()
             if any(sized_len(loader) is None for loader in Private(loop).combined_loader.flattened):
                 self._note(loaded_states)
+                Private(epoch).on_before_fetch, Private(epoch).on_after_fetch = begins, ended
 
         def begins() -> None:
             begin()
             with stopwatch:
                 if self._ahead:
-                    self._take_due()
+                    # A resumed run needs these to fetch its first batch again.
+                    due, self._due = self._due, {}
+                    if due.get("consumed"):
+                        Private(Private(Private(loop).combined_loader).iterator).consumed = list(due["consumed"])
+                    if due.get("rng"):
+                        restore_rng(due["rng"])
                     self._note()
 
         def ended() -> None:
             end()
             with stopwatch:
                 if self._ahead:
-                    self._drew = not _same(self._rng, _rng())
+                    self._drew = not same_plain(self._rng, _rng())
 
-        for (owner, name), method in zip(self._replaced, (loaded, begins, ended), strict=True):
-            setattr(owner, name, method)
-
-    @property
-    def _replaced(self) -> tuple[tuple[Any, str], ...]:
-        epoch = self._loop.epoch_loop
-        return (
-            (self._loop, NAMES["load_combined_loader_states"]),
-            (epoch, NAMES["on_before_fetch"]),
-            (epoch, NAMES["on_after_fetch"]),
-        )
+        loop.setup_data, Private(loop).load_combined_loader_states = setup_data, loaded
 
     def close(self) -> None:
-        """Gives the loops their own methods back. Safe to call twice."""
-        for owner, name in self._replaced:
-            vars(owner).pop(name, None)
+        """Restores the loops' own methods. Safe to call twice."""
+        for name in ("setup_data", NAMES["load_combined_loader_states"]):
+            vars(self._loop).pop(name, None)
+        for name in (NAMES["on_before_fetch"], NAMES["on_after_fetch"]):
+            vars(self._loop.epoch_loop).pop(name, None)
 
     @property
     def _ahead(self) -> bool:
@@ -121,25 +135,21 @@ class Lookahead:
         return self._states if self._ahead else None
 
     def _note(self, loaded_states: list[dict[str, Any]] | None = None) -> None:
-        """Notes where the loaders are; ``loaded_states`` they have just got, and may not return before a fetch."""
+        """Notes the loaders' positions.
+
+        Args:
+            loaded_states: States that were just loaded, which the loaders may not return before a fetch.
+        """
         loader = Private(self._loop).combined_loader
-        # a dataset may return what its next sample changes
+        # A copy, since a dataset's next sample may change the state that it has returned.
         self._states = loaded_states or deepcopy(Private(loader).state_dicts())
         self._consumed = list(getattr(Private(loader).iterator, NAMES["consumed"], ()))
-        self._rng, self._drew = _rng(), True  # until the fetch has ended, of which the first is not seen
-
-    def _take_due(self) -> None:
-        """Restores what a resumed run needs to fetch its first batch again."""
-        due, self._due = self._due, {}
-        if due.get("consumed"):
-            Private(Private(Private(self._loop).combined_loader).iterator).consumed = list(due["consumed"])
-        if due.get("rng"):
-            restore_rng(due["rng"])
+        self._rng, self._drew = _rng(), True  # until the fetch has ended; the end of the first one is not seen
 
     def save(self, checkpoint: dict[str, Any]) -> None:
         """Sets the loaders' states in a Lightning checkpoint to those before the batch that waits was fetched."""
         if not self.states:
-            return  # nothing waits, or no loader says where it is
+            return  # no batch waits, or no loader is stateful
         checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = self.states
         more: dict[str, Any] = {"rng": self._rng} if self._drew else {}
         if any(self._consumed):
@@ -163,53 +173,15 @@ class Lookahead:
 
 
 def _rng() -> dict[str, Any]:
-    """Returns ``capture_rng()`` without arrays of numpy's, which Lightning's own files would not be loaded with."""
+    """Returns ``capture_rng()`` without numpy arrays, with which Lightning's own files could not be loaded."""
     state = capture_rng()
     if isinstance(state["numpy"], tuple):
         state["numpy"] = tuple(part.tolist() if isinstance(part, np.ndarray) else part for part in state["numpy"])
     return state
 
 
-def _same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    return one.keys() == other.keys() and all(
-        torch.equal(state, other[name]) if isinstance(state, torch.Tensor) else state == other[name]
-        for name, state in one.items()
-    )
-
-
-class LoaderStates:
-    """Names the loader that refuses its state. Until ``close``, Lightning's ``setup_data`` is replaced.
-
-    Args:
-        loop: The trainer's fit loop, whose data are not set up yet.
-        path: Returns where the state comes from, for messages.
-    """
-
-    def __init__(self, loop: Any, path: Callable[[], str]) -> None:
-        self._loop = loop
-        set_up = loop.setup_data
-
-        def setup_data() -> None:
-            due = loop.restarting and bool(Private(loop).combined_loader_states_to_load)
-            try:
-                set_up()
-            except Exception as error:  # a loader of others may raise any; all but that of its state passes
-                loader = _refusing(loop, error.__traceback__) if due else None
-                if loader is None:
-                    raise
-                Private(loop).data_fetcher = None  # its teardown asks a loader that has not begun for its length
-                with loading_state(f"the training loader {loader}", path(), _ADVICE):
-                    raise
-
-        loop.setup_data = setup_data
-
-    def close(self) -> None:
-        """Gives the loop its own method back. Safe to call twice."""
-        vars(self._loop).pop("setup_data", None)
-
-
 def _refusing(loop: Any, traceback: TracebackType | None) -> str | None:
-    """Returns which loader an error came from while it took its state or began; None if it came from elsewhere."""
+    """Describes the loader that raised an error while it took its state or began; None if none of the loaders did."""
     loaders = [] if Private(loop).combined_loader is None else Private(loop).combined_loader.flattened
     while traceback is not None:
         code, names = traceback.tb_frame.f_code, traceback.tb_frame.f_locals
@@ -224,11 +196,11 @@ def _refusing(loop: Any, traceback: TracebackType | None) -> str | None:
 
 
 POSITION_KEY = "moe_ckpt_data_position"
-"""In a Lightning checkpoint: one entry for each training loader, the state of its sampler or None."""
+"""Key in a Lightning checkpoint: for each training loader the state of its sampler, or None."""
 GENERATORS_KEY = "moe_ckpt_loader_generators"
-"""In a Lightning checkpoint: for each training loader, the state of the generator that it was given, or None."""
+"""Key in a Lightning checkpoint: for each training loader the state of the generator that it was given, or None."""
 RELOAD_KEY = "moe_ckpt_loaders_made"
-"""In a Lightning checkpoint: the epoch in which the loaders were created (``reload_dataloaders_every_n_epochs``)."""
+"""Key in a Lightning checkpoint: the epoch in which loaders were made (``reload_dataloaders_every_n_epochs``)."""
 
 
 @dataclass(frozen=True)
@@ -257,9 +229,9 @@ class BatchDealer:
         """Returns the sampler's position after ``batches`` batches.
 
         Args:
-            start: Position before them.
-            first: Batches that were left of the epoch then.
-            batches: Batches since.
+            start: The position before them.
+            first: Batches that the epoch had left at ``start``.
+            batches: Batches since then.
             cycled: A longer loader sets the epoch's length, and this one starts again at its own end.
         """
         if cycled and batches > first:
@@ -320,34 +292,23 @@ class DataPosition:
         self._fetch: Mapping[str, Any] = {}
         self._reload_epoch: int | None = None
         self._start: _Start | None = None
-        self._lookahead: Lookahead | None = None
-        self._states: LoaderStates | None = None
+        self._watch: LoaderWatch | None = None
 
     def begin(self, trainer: Any, source: Callable[[], str], stopwatch: Stopwatch) -> None:
-        """A fit begins, before its loaders are made.
-
-        Args:
-            trainer: Of the fit.
-            source: Returns where it was resumed from, for messages.
-            stopwatch: Counts what is noted at each fetch.
-        """
+        """Begins to watch the loaders of a fit, before they are made. Arguments: see ``LoaderWatch``."""
         self.close()
-        self._lookahead = Lookahead(trainer.fit_loop, stopwatch)
-        self._states = LoaderStates(trainer.fit_loop, source)
+        self._watch = LoaderWatch(trainer.fit_loop, source, stopwatch)
 
     def close(self) -> None:
-        """The fit ended. Safe to call twice."""
-        lookahead, self._lookahead = self._lookahead, None
-        if lookahead is not None:
-            lookahead.close()
-        states, self._states = self._states, None
-        if states is not None:
-            states.close()
+        """Ends the watch of ``begin``. Safe to call twice."""
+        watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.close()
 
     def save(self, trainer: Any, checkpoint: dict[str, Any]) -> None:
         """Adds the positions as of the last batch that was trained on to a checkpoint."""
-        if self._lookahead is not None:
-            self._lookahead.save(checkpoint)
+        if self._watch is not None:
+            self._watch.save(checkpoint)
         reload_epoch = Private(trainer.fit_loop).last_train_dl_reload_epoch
         if trainer.reload_dataloaders_every_n_epochs > 1 and math.isfinite(reload_epoch):
             checkpoint[RELOAD_KEY] = reload_epoch
@@ -366,7 +327,7 @@ class DataPosition:
     def _position(self, trainer: Any, at: int, dealer: BatchDealer) -> dict[str, int]:
         sampler, progress = dealer.sampler, trainer.fit_loop.epoch_loop.batch_progress
         if progress.is_last_batch:
-            consumed = sampler.length  # also where limit_train_batches or drop_last leaves some out
+            consumed = sampler.length  # even if limit_train_batches or drop_last leaves some out
         else:
             start, trained = self._start, progress.current.processed
             cycled = Private(Private(trainer.fit_loop).combined_loader).mode == "max_size_cycle"
@@ -378,17 +339,17 @@ class DataPosition:
         return sampler.state_dict() | {"consumed": consumed}
 
     def load(self, checkpoint: dict[str, Any]) -> None:
-        """Takes the positions out of a checkpoint, for ``put_back``."""
+        """Takes the positions out of a checkpoint, for ``restore``."""
         self._stored = checkpoint.pop(POSITION_KEY, None)
         self._generators = checkpoint.pop(GENERATORS_KEY, [])
         self._fetch = checkpoint.pop(FETCH_KEY, {})
         self._reload_epoch = checkpoint.pop(RELOAD_KEY, None)
 
-    def put_back(self, trainer: Any, *, resumed: bool) -> None:
-        """Sets samplers to the loops' position, and makes a new iterator if it began elsewhere.
+    def restore(self, trainer: Any, *, resumed: bool) -> None:
+        """Sets samplers to the loops' position, and makes a new iterator if the present one began elsewhere.
 
-        Called in ``on_train_start``, before the RNG is restored, because a new iterator draws from it. Other samplers
-        are left alone if they know no epochs, or keep their position themselves.
+        Called in ``on_train_start``, before the RNG is restored, because a new iterator draws from it. Samplers of
+        other classes are left alone if they have no ``set_epoch``, or keep their position themselves.
 
         Args:
             trainer: Of the fit.
@@ -409,7 +370,7 @@ class DataPosition:
         epoch = loop.epoch_progress.current.processed
         setters = [setter for part in loader.flattened for setter in _epoch_setters(part)] if resumed and epoch else []
         before = [dealer and dealer.sampler.state_dict() for dealer in dealers]
-        ahead = None if self._lookahead is None else self._lookahead.states
+        ahead = None if self._watch is None else self._watch.states
         states = Private(loader).state_dicts() if ahead is None and (setters or any(dealers)) else ahead or []
         _move(trainer, dealers, stored)
         for set_epoch in setters:
@@ -418,8 +379,8 @@ class DataPosition:
             self._start = _set_loops(trainer, dealers, positioned=stored is not None)
         if setters or fetch or before != [dealer and dealer.sampler.state_dict() for dealer in dealers]:
             states = _without(states, loader.flattened, dealers)
-            if ahead is not None and self._lookahead is not None:
-                self._lookahead.fetch_again(states, fetch)
+            if ahead is not None and self._watch is not None:
+                self._watch.fetch_again(states, fetch)
             else:
                 Private(loader).load_state_dicts(states)
                 iter(Private(loop).data_fetcher)
@@ -440,7 +401,7 @@ def _generator_of(loader: object) -> torch.Generator | None:
 
 
 def _move(trainer: Any, dealers: list[BatchDealer | None], stored: list[dict[str, int] | None] | None) -> None:
-    """Sets the samplers to their epoch and stored position; to the epoch's beginning unless it is resumed midway."""
+    """Sets the samplers to their epoch and stored position, or to the epoch's beginning unless it is resumed midway."""
     if stored is not None and len(stored) != len(dealers):
         raise ConfigError(
             f"the checkpoint has data positions for {len(stored)} training loaders, this run has {len(dealers)}: "
@@ -475,7 +436,7 @@ def _set_loops(trainer: Any, dealers: list[BatchDealer | None], *, positioned: b
     """Sets the loops to the samplers' positions."""
     loop = trainer.fit_loop
     dealt = [None if dealer is None else (dealer.whole, dealer.remaining) for dealer in dealers]
-    whole, rest = whole_and_left(trainer, dealt)
+    whole, rest = count_batches(trainer, dealt)
     if not positioned:
         log.warning(
             "the checkpoint does not say where the RecoverableDistributedSampler stood: the rest of epoch %d is "
@@ -484,7 +445,7 @@ def _set_loops(trainer: Any, dealers: list[BatchDealer | None], *, positioned: b
         )
         batches = loop.epoch_loop.batch_progress.current.processed
     else:
-        batches = go_on_at(trainer, whole, rest)
+        batches = set_batch_count(trainer, whole, rest)
         _say(trainer, dealers)
     progress = loop.epoch_loop.batch_progress
     for dealer in dealers:

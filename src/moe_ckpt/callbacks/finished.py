@@ -1,7 +1,7 @@
-"""The end of a run under Lightning: what ended it, and what a start of the same script does then.
+"""The end of a run under Lightning: its reason, and what a start of the same script does afterwards.
 
-The last checkpoint is of the last batch. What Lightning does after that (the last validation, the end of the epoch,
-files of other callbacks) is repeated by a run that died in between, and must not be by one that finished.
+The last checkpoint is of the last batch. Lightning's work after that (the last validation, the end of the epoch, files
+of other callbacks) is repeated by a run that died in between, but must not be repeated by a run that finished.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _UNLIMITED = -1
 
 
 def ended(trainer: Any) -> End | None:
-    """Returns what ended the run. Called in ``on_train_end``, after all other callbacks.
+    """Returns the reason for the end of the run. Called in ``on_train_end``, after all other callbacks.
 
-    None if the reason may be gone at the next start: a signal, a time limit, a user's callback.
+    None if the reason may not hold at the next start: a signal, a time limit, a user's callback.
     """
     reason = _reason(trainer)
     if reason is None:
@@ -46,12 +46,12 @@ def _reason(trainer: Any) -> str | None:
     # Lightning also counts an epoch that was interrupted.
     if trainer.is_last_batch and _UNLIMITED < limits["max_epochs"] <= epochs:
         return f"max_epochs={limits['max_epochs']}"
-    stopped = any(isinstance(callback, EarlyStopping) and _stopped(callback) for callback in trainer.callbacks)
-    return "EarlyStopping" if stopped else None
-
-
-def _stopped(callback: EarlyStopping) -> bool:
-    return callback.stopped_epoch > 0 or getattr(callback, "stopping_reason_message", None) is not None
+    for callback in trainer.callbacks:
+        if isinstance(callback, EarlyStopping) and (
+            callback.stopped_epoch > 0 or getattr(callback, "stopping_reason_message", None) is not None
+        ):
+            return "EarlyStopping"
+    return None
 
 
 def _limits(trainer: Any) -> dict[str, int]:
@@ -61,10 +61,10 @@ def _limits(trainer: Any) -> dict[str, int]:
     }
 
 
-def go_on_from_end(
+def continue_finished(
     trainer: Any, options: Options, manifest: Manifest, finished: Finished, differences: Sequence[Change], plt: float
 ) -> bool:
-    """Decides what the start of a finished run does, and warns of it. The last checkpoint's state is in place.
+    """Decides whether the start of a finished run trains on, and warns of it. The last checkpoint is restored.
 
     Args:
         trainer: Of this script.
@@ -75,11 +75,11 @@ def go_on_from_end(
         plt: The run's portion of lost tokens.
 
     Returns:
-        False if nothing is left to train, and ``fit`` returns at once with the final state.
+        False if nothing is left to train, so that ``fit`` returns at once with the final state.
 
     Raises:
-        ConfigError: Hyperparameters have changed, and the user did not say that they may; or nothing is left to
-            train, and the run had another policy.
+        ConfigError: Hyperparameters have changed without resume="extend"; or nothing is left to train, and the run had
+            another policy.
     """
     dirpath, extend = options.dirpath, options.resume == "extend"
     if not extend and any(change.decides for change in differences):
@@ -87,8 +87,8 @@ def go_on_from_end(
             tuple(str(change) for change in differences if change.from_checkpoint or not only) for only in (False, True)
         )
         raise finished_run(dirpath, manifest.step, finished.reason, changed, retained)
-    _already_saved(trainer, finished)
-    goes_on = _something_left(trainer, finished, extend=extend)
+    _mark_saved(trainer, finished)
+    goes_on = _has_work_left(trainer, finished, extend=extend)
     if not goes_on:
         if not extend and (changed := _other_policy(manifest.policy, options.policy.describe())):
             raise finished_run(dirpath, manifest.step, finished.reason, changed)
@@ -108,7 +108,7 @@ def go_on_from_end(
 
 
 def _other_policy(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, ...]:
-    """Returns how two policies differ, as text: as jobs of a sweep do. Releases may have other options."""
+    """Returns how two policies differ, as text. Options that only one release has do not count."""
     if before.get("name") != now["name"]:
         return (f"policy {before.get('name')} -> {now['name']}",)
     both = before.keys() & now.keys()
@@ -116,21 +116,21 @@ def _other_policy(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[st
     return tuple(str(change) for change in differing(f"policy {now['name']} ", old, new, from_checkpoint=False))
 
 
-def _something_left(trainer: Any, finished: Finished, *, extend: bool) -> bool:
+def _has_work_left(trainer: Any, finished: Finished, *, extend: bool) -> bool:
     if will_stop(trainer):
         return False
     if finished.reason != "EarlyStopping":
         return True
     if not any(isinstance(callback, EarlyStopping) for callback in trainer.callbacks):
-        return True  # the user took away what ended the run
+        return True  # the user removed the callback that ended the run
     now = _limits(trainer)
     limits = [(now[name], before) for name, before in finished.limits.items() if name in now]
     raised = any(old > _UNLIMITED and (new == _UNLIMITED or new > old) for new, old in limits)
     return extend or raised or not may_stop(trainer)
 
 
-def _already_saved(trainer: Any, finished: Finished) -> None:
-    """Tells the other checkpoint callbacks that they have saved their last file, so that they do not save it again."""
+def _mark_saved(trainer: Any, finished: Finished) -> None:
+    """Restores the last state of other checkpoint callbacks, so that they do not save their last file again."""
     for callback in trainer.callbacks:
         if isinstance(callback, ModelCheckpoint) and callback.state_key in finished.callbacks:
             callback.load_state_dict(dict(finished.callbacks[callback.state_key]))
@@ -144,7 +144,7 @@ def _leave(trainer: Any, finished: Finished) -> None:
         if callback.state_key in finished.callbacks:
             callback.load_state_dict(dict(finished.callbacks[callback.state_key]))
         if isinstance(callback, WeightAveraging) and Private(callback).average_model is not None:
-            callback.on_train_end(trainer, trainer.lightning_module)  # the averaged weights are the run's result
+            callback.on_train_end(trainer, trainer.lightning_module)  # averaged weights are the run's result
     progress = trainer.fit_loop.epoch_progress
     progress.increment_processed()
     progress.increment_completed()

@@ -1,25 +1,36 @@
-"""One ``Trainer.fit``: its driver, its token counter, and what each Lightning hook does, in order."""
+"""One ``Trainer.fit``: its driver, its token counter, and the work of each Lightning hook, in order."""
 
 from __future__ import annotations
 
 import logging
 import os
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from types import FrameType
 from typing import Any, cast
 
 import lightning.pytorch as pl
-from lightning.pytorch.callbacks import Callback
 
 from moe_ckpt.callbacks.compat import NAMES
 from moe_ckpt.callbacks.data_position import DataPosition
 from moe_ckpt.callbacks.finished import will_stop
 from moe_ckpt.callbacks.host import LightningHost
-from moe_ckpt.callbacks.lightning_state import go_on_finetuning, validation_due
-from moe_ckpt.callbacks.loop_position import end_whole_epoch, forget_broken_fit, go_on_accumulating
+from moe_ckpt.callbacks.lightning_state import restore_finetuning, validation_due
+from moe_ckpt.callbacks.loop_position import (
+    end_complete_epoch,
+    reset_validation_flag,
+    restore_accumulation,
+    update_plateaus,
+)
 from moe_ckpt.callbacks.step_log import StepLog
-from moe_ckpt.callbacks.support import boost_refusal, buckets_of, inexact, require_restartable, warn_of_timers
+from moe_ckpt.callbacks.support import (
+    boost_refusal,
+    buckets_of,
+    inexact,
+    require_restartable,
+    warn_of_partial_means,
+    warn_of_timers,
+)
 from moe_ckpt.callbacks.update_watch import UpdateWatch
 from moe_ckpt.driver.host import GradientLogging
 from moe_ckpt.driver.run import CLOSE_SECS, Driver
@@ -43,24 +54,24 @@ _ADVICE = {
 }
 
 
-class Fit:
+class Fit(pl.Callback):
     """One fit, from ``on_fit_start`` until ``teardown``. The constructor opens the store.
+
+    It is the first callback of the trainer. ``MoECheckpoint`` is the last one, but averaging callbacks replace weights
+    at the end of an epoch, around a validation and when training ends, through ``.data``, which no version counter
+    notices, so a copy under way is joined before the first of them. During a replay no callback may read weights before
+    those of the window are loaded.
 
     Args:
         trainer: Of the fit.
         module: The model.
         options: The user's.
         k: Experts per layer that the run saved before; None if unknown.
-        stopwatch: Counts how long this keeps the training thread.
+        stopwatch: Counts how long checkpointing keeps the training thread.
     """
 
     def __init__(
-        self,
-        trainer: Any,
-        module: pl.LightningModule,
-        options: Options,
-        k: int | None,
-        stopwatch: Stopwatch,
+        self, trainer: Any, module: pl.LightningModule, options: Options, k: int | None, stopwatch: Stopwatch
     ) -> None:
         self.host = LightningHost(trainer, module, options, self._count_update)
         self.driver = Driver(self.host, options, _ADVICE, stopwatch)
@@ -82,7 +93,7 @@ class Fit:
         self.session = self.driver.session
         if options.needs.windows:
             self._watch_windows()
-        self._own_callbacks: Collection[Callback] = ()
+        self._epoch_is_whole = False
         self._watch = UpdateWatch(self)
 
     def _open_log(self) -> GradientLogging:
@@ -93,8 +104,7 @@ class Fit:
     def _watch_windows(self) -> None:
         from moe_ckpt.windows.lightning import Windows
 
-        host = self.host
-        host.windows = Windows(host.trainer, host.module, self._policy, self.stopwatch)
+        self.host.windows = Windows(self.host.trainer, self.host.module, self._policy, self.stopwatch)
 
     # --- before training ---
 
@@ -102,24 +112,24 @@ class Fit:
         """Resumes from the checkpoint that ``ckpt_path`` names, from the newest one, or starts a new run.
 
         Args:
-            previous: The callback's previous fit. If it has trained, and its trainer fits on, memory already holds the
-                state of the newest checkpoint, with no stale expert, and Lightning's loops must not be set back. If it
-                only found that nothing was left to train, this fit is the one that was interrupted: Lightning has made
-                optimizers anew for it, which get their state from the checkpoint.
+            previous: The callback's previous fit; None if there was none. If it has trained, and the same trainer fits
+                again, memory already holds the state of the newest checkpoint, with no stale expert, and Lightning's
+                loops must not be set back. If it only found that nothing was left to train, Lightning has made new
+                optimizers for this fit, which get their state from the checkpoint.
         """
         driver, host = self.driver, self.host
         before = host.step
         if previous is not None:
             driver.last = previous.driver.last
         if previous is not None and previous.trained_up_to(host.step):
-            driver.resume_elsewhere()
+            driver.resume_by_framework()
             newest, applied = previous.session.committed_directory, previous.session.run_ledger.tokens.applied
             manifest = open_step(os.path.join(driver.options.dirpath, str(newest)))[1]
             fault = driver.session.resume_from(manifest, tokens_from_host=applied)
             boost = previous.driver.boost
             driver.begin_boost({} if boost is None else boost.captured(), fault, manifest, None)
-        elif (named := given_path(host.trainer)) is not None:
-            driver.resume_elsewhere()
+        elif (named := path_to_load(host.trainer)) is not None:
+            driver.resume_by_framework()
             if driver.comm.rank == 0:
                 _warn_of_ignored(driver, named)
         else:
@@ -138,23 +148,24 @@ class Fit:
         run_ledger: Mapping[str, Any] | None,
         data: DataPosition,
         bucket_order: str | None,
-        ours: Collection[Callback],
     ) -> None:
-        """Training begins.
+        """Begins training.
 
         Args:
-            loaded: The ``RESUME_KEY`` entry of the step that Lightning loaded; None if it loaded none of ours.
-            run_ledger: State of ``MoECheckpoint`` in a checkpoint of another kind that was loaded.
+            loaded: The ``RESUME_KEY`` entry of the step that Lightning loaded; None if it loaded no step of a store.
+            run_ledger: State of ``MoECheckpoint`` in another callback's checkpoint that was loaded; None if none was.
             data: Data positions of the checkpoint.
             bucket_order: Of DDP's buckets, as the checkpoint has it.
-            ours: Callbacks of the adapter.
         """
-        driver, host, self._own_callbacks = self.driver, self.host, ours
+        driver, host = self.driver, self.host
         if loaded is not None:
-            self._resume_from(loaded)
-            host.generators.take(loaded["rng"])
+            reader, manifest = open_step(f"{loaded['root']}/{loaded['directory']}")
+            driver.say.inexact(other_ranks(manifest, host.trainer.world_size))
+            same_store = _is_same_place(reader.storage.root, driver.options.dirpath)
+            driver.resume_loaded(reader, manifest, loaded, same_store=same_store)
+            host.generators.schedule(loaded["rng"])
             host.state.freeze(loaded["frozen"])
-            go_on_finetuning(host.trainer)
+            restore_finetuning(host.trainer)
         elif run_ledger is not None:
             self.session.continue_ledger(run_ledger["tokens"], run_ledger["index"])
         elif driver.restored is not None and driver.restored.plain:
@@ -170,31 +181,23 @@ class Fit:
             self.buckets.arrange(bucket_order)
         if driver.restored_step is not None:
             warn_of_timers(host.trainer)
-            forget_broken_fit(host.trainer)
-            go_on_accumulating(host.trainer)
-        data.put_back(host.trainer, resumed=host.generators.due)
+            reset_validation_flag(host.trainer)
+            restore_accumulation(host.trainer)
+        data.restore(host.trainer, resumed=host.generators.due)
         host.data = data
         if driver.restored_step is not None:
-            end_whole_epoch(host.trainer)
-        host.generators.put_back()
+            end_complete_epoch(host.trainer)
+        host.generators.restore_scheduled()
         if host.windows is not None and driver.replaying is not None:
             driver.replaying.begin()
         new = host.step == 0 and driver.restored_step is None
         if new:
             require_restartable(host.trainer)
-            host.generators.note()
+            host.generators.record()
         driver.begin(new=new, over=driver.restored_step is not None and will_stop(host.trainer))
 
-    def _resume_from(self, loaded: Mapping[str, Any]) -> None:
-        """Continues from the step that Lightning has loaded."""
-        driver, trainer = self.driver, self.host.trainer
-        reader, manifest = open_step(f"{loaded['root']}/{loaded['directory']}")
-        driver.say.inexact(other_ranks(manifest, trainer.world_size))
-        same_store = _is_same_place(reader.storage.root, driver.options.dirpath)
-        driver.resume_loaded(reader, manifest, loaded, same_store=same_store)
-
     def trained_up_to(self, step: int) -> bool:
-        """Returns whether this fit made updates, and the newest committed checkpoint is of its last, ``step``."""
+        """Returns whether this fit made updates, and the newest committed checkpoint is of the last one, ``step``."""
         return self._watch.moved and self.session.run_ledger.committed_step == step > 0
 
     # --- every step ---
@@ -204,21 +207,20 @@ class Fit:
 
         Finders remove all callbacks meanwhile, and restore the trainer's state afterwards.
         """
-        removed = not any(callback in self._own_callbacks for callback in self.host.trainer.callbacks)
-        return removed and self.driver.lifecycle.is_training
+        return self not in self.host.trainer.callbacks and self.driver.lifecycle.is_training
 
     @timed
     def join(self, *, update: bool) -> None:
-        """Joins the copy before parameters change. Does nothing when evaluating after a fit.
+        """Joins the copy before parameters change. Does nothing in an evaluation after a fit.
 
         Args:
-            update: Parameters change by an optimizer's update, so that the agreement is received as well.
+            update: An optimizer is about to change them, so the ranks' agreement is received as well.
         """
         if self.driver.lifecycle.allows(Action.JOIN):
             self.driver.before_update(receive=update)
 
     def before_bypassing(self) -> None:
-        """Called before an update for which Lightning calls no callback.
+        """Joins the copy before an update for which Lightning calls no callback.
 
         Raises:
             ConfigError: A finder makes it during training, and the policy computes steps again after a failure.
@@ -235,35 +237,54 @@ class Fit:
         self._counter.update_begins()
 
     def updated(self) -> None:
-        """An optimizer has stepped."""
+        """Notes that an optimizer has stepped."""
         if not self.is_searching():
             self.driver.note(Moment.WRITTEN)
 
+    def on_train_epoch_start(self, *_: Any) -> None:
+        self._epoch_is_whole = True  # Lightning calls this in no epoch that is resumed in its middle
+        self.on_train_batch_start()
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        if self.host.windows is not None:
+            self.host.windows.hooks_begin()
+
     @timed
-    def before_backward(self) -> None:
-        """A backward pass begins."""
+    def on_before_backward(self, *_: Any) -> None:
+        """Refuses a backward pass after an update of the same batch, if the policy has windows."""
         if self.host.windows is not None and self._watch.unbooked:
             self.host.windows.refuse_backward()
 
     @timed
     def before_optimizer(self) -> None:
-        """Gradients are final, before clipping."""
+        """Joins the copy when gradients are final, before clipping."""
         self.join(update=True)
         self._counter.update_begins()
         if self.host.windows is not None:
             self.host.windows.before_update(self.session)
 
     @timed
-    def before_callbacks(self) -> None:
-        """A batch ended; runs before any callback that may read weights."""
+    def on_train_batch_end(self, *_: Any) -> None:
+        """Loads replayed weights, before any callback may read them."""
         self.host.passes.in_batch = False
         self._watch.hooks_began = True
         if self.driver.replaying is not None and self._watch.unbooked:
             self.driver.replaying.put_back(self.host.step)
 
+    def on_validation_start(self, *_: Any) -> None:
+        self.join(update=False)
+
+    def on_train_epoch_end(self, *_: Any) -> None:
+        self.join(update=False)
+        if self.driver.restored_step is not None:
+            update_plateaus(self.host.trainer)
+            if not self._epoch_is_whole:
+                warn_of_partial_means(self.host.trainer)
+        self._epoch_is_whole = False
+
     @timed
     def after_batch(self) -> None:
-        """A batch ended; runs after every batch-end hook, when the step of the batch, if any, is final."""
+        """Books the step of a batch, if any. Called after every batch-end hook, when the step is final."""
         if self.is_searching():
             self._watch.forget()
             self._discard_tokens()
@@ -271,7 +292,7 @@ class Fit:
                 self.driver.gradients.forget()
             return
         driver, trainer, windows = self.driver, self.host.trainer, self.host.windows
-        self.host.generators.note()
+        self.host.generators.record()
         if self.buckets is not None:
             self.buckets.note()
         last_for_now = trainer.is_last_batch or validation_due(trainer)
@@ -299,29 +320,29 @@ class Fit:
             self._leave_last(last_for_now)
 
     def _count_update(self) -> bool:
-        """``Host.count_update``: training stops in a batch whose update is made, before ``after_batch``."""
+        """Counts the update of a batch in which training stops before ``after_batch`` (``Host.count_update``)."""
         self._watch.require_whole(sys.exc_info()[1])  # that Lightning is handling
-        self.host.generators.note()
+        self.host.generators.record()
         batch = self._watch.book(self.host.step)
         self.driver.count(self._counter.take(), updated=batch.applied)
         return True
 
     def _discard_tokens(self) -> None:
-        """Forgets the tokens routed since the last step: they led to no update."""
+        """Discards the tokens routed since the last step, which led to no update."""
         self._counter.discard()
         if self.driver.boost is not None:
             self.driver.boost.discard()
 
     def _leave_last(self, last_for_now: bool) -> None:
-        """Saves the newest step's state if training ends with this batch; keeps its plain state if training may end.
+        """Saves the newest step if training ends with this batch; keeps its plain state if training may end.
 
-        It is also kept if the next batch may make no step and be the last one: by then buffers, random numbers and the
-        position in the data have moved on, and the accumulated gradients are in no checkpoint.
+        The plain state is also kept if the next batch may make no step and be the last one: then buffers, random
+        numbers and the position in the data have moved on, and accumulated gradients are in no checkpoint.
         """
         driver, host, last = self.driver, self.host, will_stop(self.host.trainer)
-        if driver.options.save_last and last and self.host.has_newest:
-            # on_train_end comes too late: Lightning has counted the epoch as done by then, and averaging
-            # callbacks may have put other weights in.
+        if driver.options.save_last and last and self.host.has_newest_state:
+            # on_train_end is too late: by then Lightning has counted the epoch as done, and averaging callbacks may
+            # have replaced the weights.
             driver.save(wait=False)
         if last_for_now:
             driver.before_update(receive=False)
@@ -331,17 +352,21 @@ class Fit:
 
     # --- the end ---
 
+    def on_train_end(self, *_: Any) -> None:
+        self.join(update=False)
+        self.driver.catch_up()  # other callbacks may read the last step's record
+
     def finish(self) -> None:
-        """Training ended; runs after all other callbacks' ``on_train_end``."""
-        driver, save = self.driver, self.host.has_newest
+        """Saves the last checkpoint, after all other callbacks' ``on_train_end``."""
+        driver, save = self.driver, self.host.has_newest_state
         driver.finish(moved=self._watch.moved, save=save)
         self.host.ended = True
         if not save and driver.options.save_last:
             driver.say.unsaved(self.host.step, self.session.run_ledger.committed_step)
 
-    def end_untrained(self) -> None:
-        """The fit ended. If nothing was left to train, Lightning called no hook of training: the run ends here."""
-        self.host.generators.put_back()
+    def on_fit_end(self, *_: Any) -> None:
+        """Ends the run after a fit in which nothing was left to train: Lightning then calls no hook of training."""
+        self.host.generators.restore_scheduled()
         driver = self.driver
         if driver.lifecycle.state is State.WINDOW:
             self.finish()  # says that the window was not computed again
@@ -362,14 +387,14 @@ class Fit:
             windows.close()
 
 
-def given_path(trainer: Any) -> str | os.PathLike[str] | None:
-    """Returns the path that Lightning loads: the argument of ``fit``, or what "last" or "hpc" stand for.
+def path_to_load(trainer: Any) -> str | os.PathLike[str] | None:
+    """Returns the path that Lightning loads: the argument of ``fit``, or the file that "last" or "hpc" stands for.
 
-    Called in ``on_fit_start``, when ``trainer.ckpt_path`` may be another one: that of an earlier ``fit``, under a
-    strategy with ``restore_checkpoint_after_setup`` (ModelParallelStrategy), or the temporary file to which a callback
-    that searches for a learning rate or a batch size has returned. So the argument is read from the frame of
-    ``Trainer._run``, which calls every hook of a fit. If no such frame is found, the property is returned: the resume
-    is right, but loads the newest checkpoint first.
+    Called in ``on_fit_start``, when ``trainer.ckpt_path`` may be another path: that of an earlier ``fit``, under a
+    strategy with ``restore_checkpoint_after_setup`` (ModelParallelStrategy), or the temporary file of a callback that
+    has searched for a learning rate or a batch size. So the argument is read from the frame of ``Trainer._run``, which
+    calls every hook of a fit. Without such a frame the property is returned: then the resume is right, but loads the
+    newest checkpoint first.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:

@@ -1,4 +1,4 @@
-"""``driver.host.Host`` of a Lightning trainer: its step, its plain state, and how that is restored."""
+"""The host of a Lightning trainer: its step, and its plain state, read and restored."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
 from moe_ckpt.callbacks.data_position import DataPosition
-from moe_ckpt.callbacks.finished import ended, go_on_from_end
+from moe_ckpt.callbacks.finished import continue_finished, ended
 from moe_ckpt.callbacks.lightning_state import (
     HYPER_PARAMETERS,
     capture_checkpoint,
@@ -50,14 +50,20 @@ _Plain = Mapping[str, Any]
 
 
 class LightningHost(TorchHost):
-    """One fit's trainer, from ``on_fit_start`` on.
+    """The trainer of one fit, from ``on_fit_start`` on.
+
+    Args:
+        trainer: The trainer.
+        module: The model.
+        options: Of the run.
+        count_update: See ``driver.host.Host``.
 
     Attributes:
-        windows: What sparse windows need besides; None where they are neither written nor replayed.
+        windows: Checks of sparse windows; None if none is written or replayed.
         data: Positions in the data, once training has begun.
-        passes: Which forward passes are training's.
-        settled: The newest batch made a step, so that no gradients wait for another batch.
-        ended: Training came to its end, by no exception.
+        passes: Tells which forward passes are training's.
+        settled: The newest batch made a step, so no accumulated gradients wait for another batch.
+        ended: Training ended without an exception.
     """
 
     module: pl.LightningModule
@@ -85,11 +91,11 @@ class LightningHost(TorchHost):
         rank = rank_of_state(manifest, self.trainer.global_rank)
         check_state(self.trainer, plain, state_path(manifest.slots[0].directory, rank))
         began = [len(groups) for groups in plain["configured"]["optimizers"]]
-        self.state.take_added_groups(plain["plain"], began)
+        self.state.add_stored_groups(plain["plain"], began)
 
     def load(self, restored: Restored) -> tuple[Sequence[Change], str | None]:
         plain = restored.plain
-        same = plain["configured"]["frozen"] == self._configured["frozen"]  # then training has frozen or thawed some
+        same = plain["configured"]["frozen"] == self._configured["frozen"]  # then training itself has frozen or thawed
         thawed = [] if same else trainable_changes(plain["plain"]["frozen"], _untrained(self.state))
         self._load_model(plain, restored.path)
         differences = changes(self.trainer, plain, self._configured) + thawed
@@ -105,10 +111,10 @@ class LightningHost(TorchHost):
     def _count_from(self, step: int) -> None:
         count_steps(self.trainer, step)
 
-    def go_on_from_end(
+    def continue_finished(
         self, manifest: Manifest, finished: Finished, differences: Sequence[Change], plt: float
     ) -> tuple[bool, str]:
-        return go_on_from_end(self.trainer, self._options, manifest, finished, differences, plt), ""
+        return continue_finished(self.trainer, self._options, manifest, finished, differences, plt), ""
 
     def repeated(self, before: _Plain, recorded: _Plain) -> Iterable[Repeated]:
         return *super().repeated(before, recorded), *_REPEATED
@@ -125,11 +131,11 @@ class LightningHost(TorchHost):
         }
 
     def keep(self) -> None:
-        """Keeps the plain state of this step, which Lightning and callbacks change before training may end with it."""
+        """Keeps the plain state of this step: Lightning and callbacks may change it before training ends."""
         self._retained_state = self.step, deepcopy(self.capture())
 
     @property
-    def has_newest(self) -> bool:
+    def has_newest_state(self) -> bool:
         """Returns whether the newest step's plain state is still known, so that a checkpoint of it can be made now."""
         return self.settled or (self._retained_state is not None and self._retained_state[0] == self.step)
 
@@ -142,18 +148,17 @@ class LightningHost(TorchHost):
 
 _REPEATED: tuple[Repeated, ...] = (
     ("the state of the learning rate schedulers", lambda state: state["checkpoint"]["lr_schedulers"]),
-    ("the number of batches", lambda state: _batches(state["checkpoint"]["loops"]["fit_loop"])),
+    (
+        "the number of batches",
+        lambda state: state["checkpoint"]["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]["processed"],
+    ),
 )
-
-
-def _batches(loop: _Plain) -> Any:
-    return loop["epoch_loop.batch_progress"]["current"]["processed"]
 
 
 def configured(trainer: Any) -> dict[str, Any]:
     """Returns the script's hyperparameters of optimizers and schedulers, as plain data.
 
-    Called before a checkpoint's replace them; to be compared with the result when the run began.
+    Called before those of a checkpoint replace them, to be compared with the result at the beginning of the run.
     """
     return {
         "optimizers": groups_of(trainer.optimizers),
@@ -163,7 +168,7 @@ def configured(trainer: Any) -> dict[str, Any]:
 
 
 def _training(trainer: Any) -> dict[str, Any]:
-    """Returns what else of a script decides which steps are made, and from which programs."""
+    """Returns further settings that decide which steps are made, and by which programs."""
     scheduled = any(isinstance(callback, GradientAccumulationScheduler) for callback in trainer.callbacks)
     return {
         **({} if scheduled else {"accumulate_grad_batches": trainer.accumulate_grad_batches}),
@@ -195,7 +200,7 @@ def changes(trainer: Any, stored: Mapping[str, Any], now: Mapping[str, Any]) -> 
         if owner is not None and key in checkpoint:
             differences += differing(f"{name}.", checkpoint[key], plain_hparams(owner, key), from_checkpoint=False)
     optimizers = before["optimizers"]
-    if not before["schedulers"]:  # else values in force are those of the moment
+    if not before["schedulers"]:  # else the present values are the schedulers'
         facts = zip(optimizers, now["optimizers"], groups_of(trainer.optimizers), strict=False)
         optimizers = [_in_force(*of_one) for of_one in facts]
     differences += optimizer_changes(optimizers, now["optimizers"])
@@ -207,7 +212,7 @@ def changes(trainer: Any, stored: Mapping[str, Any], now: Mapping[str, Any]) -> 
 
 
 def _in_force(before: Groups, now: Groups, groups: Groups) -> Groups:
-    """Returns ``before`` with what training had set by hand since, where the script's value is another one."""
+    """Returns ``before``; values that differ from the script's are replaced by those that training had set since."""
     in_force: list[Mapping[str, Any]] = []
     for old, new, group in zip(before, now, groups, strict=False):
         set_since = {key: group[key] for key in old if key in group and not same(old[key], new.get(key))}

@@ -7,7 +7,7 @@ Lightning calls them, so that modules, callbacks and datamodules with state of t
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from typing import Any
 
@@ -79,7 +79,7 @@ def capture_checkpoint(trainer: Any) -> dict[str, Any]:
 def _has_reader(trainer: Any) -> bool:
     """Returns whether a hook of others gets the checkpoint dict, and may read the model's ``state_dict`` in it.
 
-    With thousands of modules that takes longer to make, at each step, than the rest of the checkpoint.
+    With thousands of modules, making that takes longer, at each step, than the rest of the checkpoint.
     """
     module, precision = trainer.lightning_module, trainer.precision_plugin
     others = [callback for callback in trainer.callbacks if not hasattr(callback, "state_in_own_store")]
@@ -91,7 +91,7 @@ def _has_reader(trainer: Any) -> bool:
 
 
 def _scaler_state(precision: Any) -> dict[str, Any]:
-    """Returns the precision plugin's state; of a scaler on a device the live tensors, so that nothing waits for it."""
+    """Returns the precision plugin's state; for a scaler on a GPU live tensors, so that nothing waits for the GPU."""
     scaler: Any = getattr(precision, "scaler", None)
     scaled = isinstance(scaler, GradScaler) and type(scaler).state_dict is GradScaler.state_dict
     standard = scaled and type(precision).state_dict in _STATES_OF_SCALER
@@ -108,11 +108,11 @@ def _scaler_state(precision: Any) -> dict[str, Any]:
 
 
 def _loop_state(trainer: Any) -> dict[str, Any]:
-    """Returns the fit loop's state, changed so that Lightning (2.6) resumes from it rightly.
+    """Returns the fit loop's state, changed so that Lightning (2.6) resumes correctly from it.
 
-    From its own state after an epoch's last batch, or before a validation, it would count the epoch twice, train on
-    what ``limit_train_batches`` left in the loader, and skip the validation. So the batch is stored as completed (no
-    epoch is counted, no batch fetched), and a due validation as interrupted in its first batch (it runs).
+    From the unchanged state after an epoch's last batch, or before a validation, Lightning would count the epoch twice,
+    train on batches that ``limit_train_batches`` left in the loader, and skip the validation. So the batch is stored as
+    completed (no epoch is counted, no batch fetched), and a due validation as interrupted in its first batch (it runs).
     """
     state: dict[str, Any] = trainer.fit_loop.state_dict()
     if trainer.global_step == 0:  # nothing was done yet, so nothing is due
@@ -123,9 +123,9 @@ def _loop_state(trainer: Any) -> dict[str, Any]:
         "epoch_loop.state_dict",
     )
     progress = state[batches]
-    # A batch that ends its epoch by -1 of on_train_batch_start is ready and processed, but neither started nor
-    # completed. Totals that differ for that ever after would tell Lightning that no batch was done, and a resume would
-    # count one number twice.
+    # A batch that ends its epoch because on_train_batch_start returned -1 is ready and processed, but neither started
+    # nor completed. From totals that differ ever after, Lightning would conclude that no batch was done, and a resume
+    # would count one number twice.
     total, current = progress["total"], progress["current"]
     progress["total"] = total | {span: total["ready"] - current["ready"] + current[span] for span in current}
     due = validation_due(trainer)
@@ -158,11 +158,11 @@ _warned: set[str] = set()
 
 
 def plain_hparams(owner: Any, key: str) -> dict[str, Any]:
-    """Returns the hyper-parameters that can be held without pickle; warns once of each of the others.
+    """Returns the hyper-parameters that can be stored without pickle; warns once of each of the others.
 
     Args:
         owner: The module or datamodule.
-        key: Where a checkpoint keeps them, for the warning.
+        key: Of the hyper-parameters in a checkpoint, for the warning.
     """
     plain = {}
     for name, value in owner.hparams.items():
@@ -180,7 +180,7 @@ def plain_hparams(owner: Any, key: str) -> dict[str, Any]:
 
 
 _POSITIONS: Schema = {"state_dict?": {"combined_loader?": [{}]}}
-"""What loaders say of where they are."""
+"""The positions of loaders in the fit loop's state."""
 
 
 def check_state(trainer: Any, plain: Mapping[str, Any], path: str) -> None:
@@ -193,7 +193,7 @@ def check_state(trainer: Any, plain: Mapping[str, Any], path: str) -> None:
 
     Raises:
         ConfigError: It is the state of another framework.
-        DamagedError: Loops or schedulers have contents that they have in no run.
+        DamagedError: The stored state of a loop or scheduler has another structure than that of this run.
     """
     require_framework(plain, "Lightning", path)
     stored = plain["checkpoint"]
@@ -217,53 +217,48 @@ def restore_checkpoint(trainer: Any, stored: Mapping[str, Any], path: str) -> No
     Raises:
         StoreError: An object did not take its state; it is named.
     """
-    module = trainer.lightning_module
+    module, datamodule, precision = trainer.lightning_module, trainer.datamodule, trainer.precision_plugin
     checkpoint = unmark(stored, module.state_dict())
-    datamodule = trainer.datamodule
-    if datamodule is not None and type(datamodule).__qualname__ in checkpoint:
-        with loading_state(f"the datamodule {type(datamodule).__name__}", path):
-            datamodule.load_state_dict(checkpoint[type(datamodule).__qualname__])
-    with loading_state(f"{type(module).__name__} (on_load_checkpoint)", path):
-        module.on_load_checkpoint(checkpoint)
-    _restore_callbacks(trainer, checkpoint, path)
-    go_on_finetuning(trainer)
-    precision = trainer.precision_plugin
-    with loading_state(f"the precision plugin {type(precision).__name__}", path):
-        precision.on_load_checkpoint(checkpoint)
-        if type(precision).__qualname__ in checkpoint:
-            precision.load_state_dict(checkpoint[type(precision).__qualname__])
-    if trainer.state.fn is TrainerFn.FITTING and checkpoint["global_step"]:
-        with loading_state("the fit loop", path):
-            trainer.fit_loop.load_state_dict(checkpoint["loops"]["fit_loop"])
-            # A search for a learning rate or a batch size has made it. It takes its position where it is made.
-            Private(trainer.fit_loop).combined_loader = None
-    elif trainer.state.fn is TrainerFn.FITTING:
-        # What the sanity check did to buffers and random numbers is in the state already.
-        trainer.fit_loop.epoch_loop.val_loop.restarting = True
-    _go_on_averaging(trainer)
-    for config, state in zip(trainer.lr_scheduler_configs, checkpoint["lr_schedulers"], strict=False):
-        with loading_state(f"the scheduler {type(config.scheduler).__name__}", path):
-            config.scheduler.load_state_dict(state)
-
-
-def _restore_callbacks(trainer: Any, checkpoint: dict[str, Any], path: str) -> None:
     states = checkpoint.get("callbacks", {})
-    absent = sorted(states.keys() - {cb.state_key for cb in trainer.callbacks})
+    absent = sorted(states.keys() - {callback.state_key for callback in trainer.callbacks})
     if absent:
         log.warning("the checkpoint holds state of callbacks that this Trainer does not have: %s", ", ".join(absent))
+
+    def load(what: str, into: Callable[..., Any], *state: Any) -> None:
+        with loading_state(what, path):
+            into(*state)
+
+    if (key := type(datamodule).__qualname__) in checkpoint:
+        load(f"the datamodule {type(datamodule).__name__}", datamodule.load_state_dict, checkpoint[key])
+    load(f"{type(module).__name__} (on_load_checkpoint)", module.on_load_checkpoint, checkpoint)
     for callback in trainer.callbacks:
-        with loading_state(f"the callback {type(callback).__name__} (on_load_checkpoint)", path):
-            callback.on_load_checkpoint(trainer, trainer.lightning_module, checkpoint)
+        what = f"the callback {type(callback).__name__}"
+        load(f"{what} (on_load_checkpoint)", callback.on_load_checkpoint, trainer, module, checkpoint)
     for callback in trainer.callbacks:
         if callback.state_key in states:
-            with loading_state(f"the callback {type(callback).__name__}", path):
-                callback.load_state_dict(deepcopy(states[callback.state_key]))
+            state = deepcopy(states[callback.state_key])
+            load(f"the callback {type(callback).__name__}", callback.load_state_dict, state)
+    restore_finetuning(trainer)
+    what = f"the precision plugin {type(precision).__name__}"
+    load(what, precision.on_load_checkpoint, checkpoint)
+    if (key := type(precision).__qualname__) in checkpoint:
+        load(what, precision.load_state_dict, checkpoint[key])
+    if trainer.state.fn is TrainerFn.FITTING and checkpoint["global_step"]:
+        load("the fit loop", trainer.fit_loop.load_state_dict, checkpoint["loops"]["fit_loop"])
+        # A search for a learning rate or a batch size may have made it. A new one takes the restored position.
+        Private(trainer.fit_loop).combined_loader = None
+    elif trainer.state.fn is TrainerFn.FITTING:
+        # Then no sanity check runs: its effect on buffers and random numbers is in the state already.
+        trainer.fit_loop.epoch_loop.val_loop.restarting = True
+    _restore_averaging(trainer)
+    for config, state in zip(trainer.lr_scheduler_configs, checkpoint["lr_schedulers"], strict=False):
+        load(f"the scheduler {type(config.scheduler).__name__}", config.scheduler.load_state_dict, state)
 
 
-def go_on_finetuning(trainer: Any) -> None:
-    """Brings what finetuning callbacks thawed in line with the parameters' flags, which are those of the checkpoint.
+def restore_finetuning(trainer: Any) -> None:
+    """Makes finetuning callbacks leave parameters as the checkpoint has them, frozen or thawed.
 
-    Such a callback has just frozen what it freezes before training, and would thaw it at the start of an epoch that is
+    Such a callback has just frozen modules as before training, and would thaw them at the start of an epoch that is
     over. The optimizers have the groups that it added.
     """
     callbacks = [callback for callback in trainer.callbacks if isinstance(callback, BaseFinetuning)]
@@ -275,7 +270,7 @@ def go_on_finetuning(trainer: Any) -> None:
             module.track_running_stats |= bool(parameters) and all(parameter.requires_grad for parameter in parameters)
 
 
-def _go_on_averaging(trainer: Any) -> None:
+def _restore_averaging(trainer: Any) -> None:
     """Restores the scheduler of stochastic weight averaging, if the checkpoint was taken while it was in use.
 
     The callback swaps the scheduler at the start of an epoch, a hook that Lightning does not call again when a run
@@ -284,7 +279,7 @@ def _go_on_averaging(trainer: Any) -> None:
     for callback in trainer.callbacks:
         if not isinstance(callback, StochasticWeightAveraging) or Private(callback).scheduler_state is None:
             continue
-        # The stored state is of its scheduler; the run's own must not get it.
+        # The stored state is of the callback's scheduler; the run's own scheduler must not get it.
         Private(callback).clear_schedulers(trainer)
         if trainer.current_epoch != Private(callback).latest_update_epoch:
             continue  # the epoch has not begun, and Lightning will call the hook

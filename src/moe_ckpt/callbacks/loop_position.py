@@ -36,7 +36,7 @@ _PLAIN = (int, float, str, bytes, bool, tuple)
 
 
 def count_steps(trainer: Any, steps: int) -> None:
-    """Lets the trainer, which has trained nothing, count from the steps that another host has done."""
+    """Makes a trainer that has not trained yet count from ``steps``, which another host has done."""
     loop = trainer.fit_loop.epoch_loop
     if trainer.lightning_module.automatic_optimization:
         progress = loop.automatic_optimization.optim_progress.optimizer.step
@@ -45,12 +45,12 @@ def count_steps(trainer: Any, steps: int) -> None:
     progress.total.ready = progress.total.completed = Private(loop).batches_that_stepped = steps
 
 
-def whole_and_left(trainer: Any, dealt: list[tuple[int, int] | None]) -> tuple[float, float]:
+def count_batches(trainer: Any, dealt: list[tuple[int, int] | None]) -> tuple[float, float]:
     """Returns the batches of a whole epoch, and of its rest, of all training loaders together.
 
     Args:
         trainer: Of the fit.
-        dealt: The same of each loader; None for one that goes by Lightning's own count.
+        dealt: The same for each loader; None for one that goes by Lightning's own count.
     """
     loader = Private(trainer.fit_loop).combined_loader
     done = trainer.fit_loop.epoch_loop.batch_progress.current.processed
@@ -64,7 +64,7 @@ def whole_and_left(trainer: Any, dealt: list[tuple[int, int] | None]) -> tuple[f
     return longest, max(rest for whole, rest in counts if whole == longest)
 
 
-def go_on_at(trainer: Any, whole: float, rest: float) -> int:
+def set_batch_count(trainer: Any, whole: float, rest: float) -> int:
     """Sets the epoch loop's batch count so that ``rest`` of ``whole`` batches are to come, and returns it.
 
     Called in ``on_train_start`` of a run that resumes in the middle of an epoch.
@@ -84,8 +84,11 @@ def go_on_at(trainer: Any, whole: float, rest: float) -> int:
     unfinished = current.processed - current.completed
     current.ready = current.started = current.processed = done
     current.completed = done - unfinished
-    if over and not ended:
-        _end_epoch(loop)
+    if over and not ended:  # the newest batch is the last one of the epoch
+        current.completed = current.processed
+        progress.total.completed = progress.total.processed
+        progress.is_last_batch = True
+        loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
     due = Private(loop).should_check_val_fx(Private(trainer.fit_loop).data_fetcher)
     if over and not ended and due:
         _set_total(loop.val_loop, interrupted)
@@ -98,15 +101,6 @@ def go_on_at(trainer: Any, whole: float, rest: float) -> int:
     return done
 
 
-def _end_epoch(loop: Any) -> None:
-    """Makes the last batch that was trained on the epoch's last."""
-    progress = loop.batch_progress
-    progress.current.completed = progress.current.processed
-    progress.total.completed = progress.total.processed
-    progress.is_last_batch = True
-    loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
-
-
 def interrupted(done: int) -> dict[str, int]:
     """Returns the total progress of a validation loop, after ``done`` batches, that runs again from its first batch."""
     return {"ready": done + 1, "started": done + 1, "processed": done, "completed": done}
@@ -117,8 +111,8 @@ def _set_total(val_loop: Any, progress: Callable[[int], dict[str, int]]) -> None
     total.load_state_dict(progress(total.completed))
 
 
-def end_whole_epoch(trainer: Any) -> None:
-    """Lets a resumed epoch end at once, if its last batch was the checkpoint's; after the validation, if one is due.
+def end_complete_epoch(trainer: Any) -> None:
+    """Ends a resumed epoch at once if the checkpoint is of its last batch; after the validation, if one is due.
 
     Called in ``on_train_start``, when the batch count is that of this run.
     """
@@ -130,7 +124,7 @@ def end_whole_epoch(trainer: Any) -> None:
     before = [deepcopy(dataset.state_dict()) for dataset in datasets]
     with isolate_rng():
         for loader in _loaders_begun(trainer, fetcher):
-            next(loader, None)  # asked once, each takes up its position; the next epoch begins anew
+            next(loader, None)  # makes each loader use up its restored position, so the next epoch begins anew
     for dataset, state in zip(datasets, before, strict=True):
         if _is_where_it_says(dataset):
             dataset.load_state_dict(state)
@@ -146,7 +140,7 @@ def end_whole_epoch(trainer: Any) -> None:
 
 
 def _stateful_stream(loader: Any) -> Any:
-    """Returns the stream in this process that a loader reads, if that keeps its position; else None."""
+    """Returns the stream that a loader reads in this process, if it is stateful; else None."""
     dataset = getattr(loader, "dataset", None)
     in_process = isinstance(dataset, IterableDataset) and getattr(loader, "num_workers", 0) == 0
     return dataset if in_process and isinstance(dataset, Stateful) else None
@@ -155,7 +149,7 @@ def _stateful_stream(loader: Any) -> Any:
 def _is_where_it_says(dataset: Any) -> bool:
     """Returns whether a stream's next iterator continues at ``state_dict()``, as that of an endless stream does.
 
-    Other streams use what ``load_state_dict`` sets for their next iterator only, and begin later ones at the start.
+    Other streams use the state of ``load_state_dict`` for their next iterator only, and begin later ones at the start.
     Loading its own state into such a stream changes it; that is undone here.
     """
     before = dict(vars(dataset))
@@ -176,14 +170,14 @@ def _equal(one: Any, other: Any) -> bool:
 def _loaders_begun(trainer: Any, data_fetcher: Iterator[Any]) -> list[Iterator[Any]]:
     """Returns the iterators of all loaders that an epoch takes batches from side by side.
 
-    Lightning's own iterator over them would begin a loader that has ended once more, and leave out those behind one.
+    Lightning's own iterator over them would start a loader again that has ended, and skip the loaders behind it.
     """
     combined = Private(trainer.fit_loop).combined_loader
     return [data_fetcher] if Private(combined).mode == "sequential" else list(Private(combined).iterator.iterators)
 
 
-def leave_broken_validation(trainer: Any) -> None:
-    """Puts modules back into training mode if an exception ended a validation, which would have done so at its end.
+def end_validation(trainer: Any) -> None:
+    """Puts modules back into training mode after an exception in a validation, as its end would have done.
 
     Otherwise a second fit of the same module would train without dropout. Called in ``on_exception``.
     """
@@ -191,18 +185,18 @@ def leave_broken_validation(trainer: Any) -> None:
         Private(trainer.fit_loop.epoch_loop.val_loop).module_mode.restore(trainer.lightning_module)
 
 
-def forget_broken_fit(trainer: Any) -> None:
-    """Resets what an exception left in this trainer's loops, and no checkpoint restores.
+def reset_validation_flag(trainer: Any) -> None:
+    """Resets a flag in the trainer's loops that no checkpoint restores, after an exception in an earlier fit.
 
-    A validation that ran before the exception would make Lightning take the resumed epoch for over, and train nothing.
+    Because of a validation before the exception, Lightning would take the resumed epoch for over, and train nothing.
     """
     Private(trainer.fit_loop.epoch_loop.val_loop).has_run = False
 
 
-def go_on_accumulating(trainer: Any) -> None:
-    """Accumulates as many batches as ``GradientAccumulationScheduler`` says for this epoch.
+def restore_accumulation(trainer: Any) -> None:
+    """Sets the number of accumulated batches to that of ``GradientAccumulationScheduler`` for this epoch.
 
-    It does so at the start of an epoch, a hook that Lightning does not call again when a run resumes midway.
+    The scheduler does so at the start of an epoch, a hook that Lightning does not call again if a run resumes midway.
     """
     for callback in trainer.callbacks:
         if isinstance(callback, GradientAccumulationScheduler):
@@ -210,9 +204,9 @@ def go_on_accumulating(trainer: Any) -> None:
 
 
 def update_plateaus(trainer: Any) -> None:
-    """Lets Lightning update plateau schedulers at the end of a resumed epoch, as at that of any other.
+    """Makes Lightning update plateau schedulers at the end of a resumed epoch, as in any other epoch.
 
-    It leaves that out because metrics are in no checkpoint; but those of a validation are there again by now.
+    Lightning does not, because metrics are in no checkpoint; but metrics of a validation have been computed again.
     Called in ``on_train_epoch_end``.
     """
     loop = trainer.fit_loop

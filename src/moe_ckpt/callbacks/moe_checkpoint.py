@@ -29,9 +29,9 @@ from lightning.pytorch.trainer.states import TrainerFn
 from moe_ckpt.callbacks.checkpoint_io import RESUME_KEY, MoECheckpointIO, load_steps_into_shards
 from moe_ckpt.callbacks.data_position import DataPosition
 from moe_ckpt.callbacks.fit import Fit
-from moe_ckpt.callbacks.loop_position import leave_broken_validation, update_plateaus
+from moe_ckpt.callbacks.loop_position import end_validation
 from moe_ckpt.callbacks.step_log import StepLog
-from moe_ckpt.callbacks.support import STATE_KEY, sharding_of, warn_of_partial_means
+from moe_ckpt.callbacks.support import STATE_KEY, sharding_of
 from moe_ckpt.driver.host import SealingSurvivors
 from moe_ckpt.driver.run import CLOSE_SECS
 from moe_ckpt.driver.states import Moment
@@ -48,65 +48,8 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-class FirstCallback(pl.Callback):
-    """Runs each hook before any other callback. ``MoECheckpoint.setup`` adds it, and sets ``fit``.
-
-    ``MoECheckpoint`` itself runs last, after what the others do. But averaging callbacks replace weights at the end of
-    an epoch, around a validation and when training ends, through ``.data``, which no version counter notices, so a copy
-    under way is joined before the first of them. During a replay no callback may read weights before the window's are
-    loaded.
-    """
-
-    def __init__(self) -> None:
-        self.fit: Fit | None = None
-        self._epoch_is_whole = False
-
-    def on_before_backward(self, trainer: Any, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
-        if self.fit is not None:
-            self.fit.before_backward()
-
-    def on_train_batch_end(
-        self, trainer: Any, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        if self.fit is not None:
-            self.fit.before_callbacks()
-
-    def on_train_epoch_start(self, trainer: Any, pl_module: pl.LightningModule) -> None:
-        self._epoch_is_whole = True  # Lightning calls this in no epoch that is resumed in its middle
-        self._hooks_begin()
-
-    def on_train_batch_start(self, trainer: Any, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
-        self._hooks_begin()
-
-    def _hooks_begin(self) -> None:
-        if self.fit is not None and self.fit.host.windows is not None:
-            self.fit.host.windows.hooks_begin()
-
-    def on_train_epoch_end(self, trainer: Any, pl_module: pl.LightningModule) -> None:
-        if self.fit is not None:
-            self.fit.join(update=False)
-            if self.fit.driver.restored_step is not None:
-                update_plateaus(trainer)
-                if not self._epoch_is_whole:
-                    warn_of_partial_means(trainer)
-            self._epoch_is_whole = False
-
-    def on_validation_start(self, trainer: Any, pl_module: pl.LightningModule) -> None:
-        if self.fit is not None:
-            self.fit.join(update=False)
-
-    def on_train_end(self, trainer: Any, pl_module: pl.LightningModule) -> None:
-        if self.fit is not None:
-            self.fit.join(update=False)
-            self.fit.driver.catch_up()  # other callbacks may read the last step's record
-
-    def on_fit_end(self, trainer: Any, pl_module: pl.LightningModule) -> None:
-        if self.fit is not None:
-            self.fit.end_untrained()
-
-
 class _Unranked(Checkpoint):
-    """The attributes that loggers read from any checkpoint callback; there is no "best" model here."""
+    """A checkpoint callback without a "best" model, with the attributes that loggers read."""
 
     every_n_train_steps = 1
     save_top_k = -1
@@ -118,40 +61,6 @@ class _Unranked(Checkpoint):
     def __init__(self) -> None:
         super().__init__()
         self.best_k_models: dict[str, torch.Tensor] = {}
-
-
-class KeptFit:
-    """The current fit of a callback, for ``inprocess.Restart.keeping``. The Trainer itself ends it.
-
-    Args:
-        callback: The callback.
-    """
-
-    def __init__(self, callback: MoECheckpoint) -> None:
-        self._callback = callback
-
-    @property
-    def survivors(self) -> SealingSurvivors | None:
-        """Seals the newest step; None before a fit."""
-        fit = self._callback._fit
-        return None if fit is None else fit.driver.survivors
-
-    def finish(self) -> None:
-        """Does nothing: the callback has finished the run in ``on_train_end``."""
-
-    def close(self, timeout_secs: float | None = None, failure: BaseException | str | None = None) -> None:
-        """Releases resources that the Trainer did not release because of an exception in its own clean-up.
-
-        Args:
-            timeout_secs: The longest wait for checkpoints under way.
-            failure: Why training stops; None if it has ended normally.
-        """
-        fit = self._callback._fit
-        if fit is None:
-            return
-        if failure is not None:
-            fit.driver.survive(failure)
-        fit.close(timeout_secs)
 
 
 class MoECheckpoint(_Unranked):
@@ -172,7 +81,6 @@ class MoECheckpoint(_Unranked):
         restored_step: Step of the checkpoint that training resumed from; None before, and for a new run.
         recovery_plan: Where each operator of that checkpoint came from on this rank: memory of this node, of others, or
             storage. None for a new run, and where ``fit(ckpt_path=...)`` was given.
-        current_fit: The part of the callback that ``inprocess.Restart.keeping`` uses.
 
     Raises:
         ConfigError: An unknown option, or an impossible value.
@@ -196,8 +104,6 @@ class MoECheckpoint(_Unranked):
         self.policy, self.dirpath = self.options.policy, self.options.dirpath
         self.restored_step: int | None = None
         self.recovery_plan: RecoveryPlan | None = None
-        self.current_fit = KeptFit(self)
-        self._first = FirstCallback()
         self._fit: Fit | None = None
         self._data = DataPosition()
         self._bucket_order: str | None = None
@@ -225,6 +131,11 @@ class MoECheckpoint(_Unranked):
         step = None if self._fit is None else self._fit.session.committed_directory
         return "" if step is None else os.path.join(self.dirpath, step)
 
+    @property
+    def survivors(self) -> SealingSurvivors | None:
+        """Seals the newest step when training stops; None without a fit or memory that outlives the process."""
+        return None if self._fit is None else self._fit.driver.survivors
+
     # --- before training ---
 
     def setup(self, trainer: Any, pl_module: pl.LightningModule, stage: str) -> None:
@@ -232,15 +143,14 @@ class MoECheckpoint(_Unranked):
         sharding = sharding_of(trainer.strategy)
         # Last, because Lightning asks the first checkpoint callback for the best model. A new list, because Lightning
         # iterates over the old one.
-        others = [callback for callback in trainer.callbacks if callback is not self and callback is not self._first]
-        trainer.callbacks = [self._first, *others, self]
+        others = [callback for callback in trainer.callbacks if not isinstance(callback, Fit)]
+        trainer.callbacks = [*(callback for callback in others if callback is not self), self]
         if sharding == "dtensor":
-            load_steps_into_shards(trainer, trainer.strategy)
+            load_steps_into_shards(trainer)
             return
         if not isinstance(trainer.strategy.checkpoint_io, MoECheckpointIO):
             trainer.strategy.checkpoint_io = MoECheckpointIO(trainer.strategy.checkpoint_io)
         trainer.strategy.checkpoint_io.fitting = lambda: trainer.state.fn == TrainerFn.FITTING
-        trainer.strategy.checkpoint_io.of_all_ranks = True
 
     def on_after_setup(self, fabric: Any, module: Any) -> None:
         """Refuses Fabric, which calls this hook and no other, so that nothing would be saved."""
@@ -250,13 +160,14 @@ class MoECheckpoint(_Unranked):
         )
 
     def on_fit_start(self, trainer: Any, pl_module: pl.LightningModule) -> None:
-        previous, self._fit, self._first.fit = self._fit, None, None
+        previous, self._fit = self._fit, None
         if trainer.fast_dev_run:
             return  # a dry run leaves nothing behind, as with Lightning's own checkpoint callbacks
         stopwatch = Stopwatch()
         self._data.begin(trainer, lambda: _source(trainer, self._fit), stopwatch)
         fit = Fit(trainer, pl_module, self.options, self._step_log.k, stopwatch)
-        self._fit, self._first.fit, self._step_log = fit, fit, fit.step_log
+        self._fit, self._step_log = fit, fit.step_log
+        trainer.callbacks = [fit, *trainer.callbacks]
         fit.resume(previous)
         if fit.driver.restored_step is not None:
             self.restored_step, restored = fit.driver.restored_step, fit.driver.restored
@@ -267,7 +178,7 @@ class MoECheckpoint(_Unranked):
         if self._fit is None:
             return
         loaded, run_ledger, self._loaded, self._saved_ledger = self._loaded, self._saved_ledger, None, None
-        self._fit.begin(loaded, run_ledger, self._data, self._bucket_order, (self, self._first))
+        self._fit.begin(loaded, run_ledger, self._data, self._bucket_order)
         if loaded is not None:
             self.restored_step, self.recovery_plan = self._fit.driver.restored_step, None
 
@@ -298,7 +209,7 @@ class MoECheckpoint(_Unranked):
         fitting = trainer.state.fn == TrainerFn.FITTING and not trainer.sanity_checking
         if fitting and self._fit is not None:
             with self._fit.stopwatch:
-                self._fit.host.generators.go_back()
+                self._fit.host.generators.restore_newest()
 
     # --- the end ---
 
@@ -307,16 +218,26 @@ class MoECheckpoint(_Unranked):
             self._fit.finish()
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self.close(min(CLOSE_SECS, self.options.timeout_secs), exception)
         if self._fit is not None:
-            self._fit.driver.survive(exception)
-            self._data.close()
-            self._fit.close(min(CLOSE_SECS, self.options.timeout_secs))
-            leave_broken_validation(trainer)
+            end_validation(trainer)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        if self._fit is not None:
-            self._data.close()
-            self._fit.close(None)
+        self.close()
+
+    def close(self, timeout_secs: float | None = None, failure: BaseException | str | None = None) -> None:
+        """Releases threads, lock and hooks. The Trainer's hooks call it; safe to call again, and before a fit.
+
+        Args:
+            timeout_secs: Longest wait for checkpoints under way.
+            failure: Why training stops; None if it has ended normally.
+        """
+        if self._fit is None:
+            return
+        if failure is not None:
+            self._fit.driver.survive(failure)
+        self._data.close()
+        self._fit.close(timeout_secs)
 
     # --- state inside other checkpoints (ModelCheckpoint beside us) ---
 
@@ -327,7 +248,7 @@ class MoECheckpoint(_Unranked):
         return self.state_in_own_store() | {"tokens": self._fit.session.run_ledger.tokens.to_dict()}
 
     def state_in_own_store(self) -> dict[str, Any]:
-        """Returns ``state_dict`` without the token counts, which are long, and in the manifest anyway."""
+        """Returns ``state_dict`` without the token counts, which are long and in the manifest anyway."""
         if self._fit is None:
             return {}
         index, k = self._fit.session.run_ledger.index, self._step_log.k
@@ -335,7 +256,7 @@ class MoECheckpoint(_Unranked):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         if self._fit is not None and self._fit.driver.lifecycle.is_training:
-            return  # of a learning rate finder, back where it began; tokens and K are of this moment
+            return  # a learning rate finder returns to where it began; tokens and K are already right
         self._saved_ledger = state_dict
         self._step_log.k = state_dict.get("k")
 

@@ -1,4 +1,4 @@
-"""Reports each step to the metrics, to the trainer's loggers at their interval, and to the log when K changes."""
+"""Reports each step to the metrics, at their interval to the trainer's loggers, and changes of K to the log."""
 
 from __future__ import annotations
 
@@ -44,7 +44,12 @@ class StepLog:
         record = event.record
         if record.k is not None and record.k != self.k:
             if self.k is not None and self._trainer.is_global_zero:
-                _say_k(record, self.k)
+                budget = record.plt_budget_left
+                log.info(
+                    "step %d: each checkpoint now saves %d experts per layer (before: %d); PLT %.2f%%%s",
+                    *(record.step, record.k, self.k, 100 * record.plt),
+                    "" if budget is None else f", {budget:.2%} of all tokens may still be lost",
+                )
             self.k = record.k
         every = self._trainer.log_every_n_steps
         if not every or record.step % every:  # 0 switches logging off
@@ -55,7 +60,7 @@ class StepLog:
             logger.log_metrics(values, step=record.step)
 
     def _values(self, record: StepRecord, run_ledger: RunLedger) -> dict[str, float]:
-        """Returns the numbers of this step that are known and that the policy keeps."""
+        """Returns the numbers of this step that are known and that the policy has."""
         if record.replayed:
             return {"replayed": 1.0}
         layers = run_ledger.ledger.catalog.layers
@@ -73,30 +78,16 @@ class StepLog:
             "window_size": record.window or None,
             "window_slot": record.slot if record.window else None,
             "replayed": False,
-            **_of_memory(record),
             **{name: getattr(record, name) for name in _AS_RECORDED},
         }
+        if record.memory_nbytes:  # with memory that outlives the process
+            values |= {
+                "memory_step": record.memory_step,
+                "memory_bytes": record.memory_nbytes,
+                "to_storage": record.to_storage,
+                "replica_lag_steps": record.replica_lag_steps,
+                "replica_sent_bytes": record.replica_sent_nbytes,
+                "replica_saved_bytes": record.replica_saved_nbytes,
+                "gradient_factor": record.gradient_factor,
+            }
         return {name: float(value) for name, value in values.items() if value is not None}
-
-
-def _of_memory(record: StepRecord) -> dict[str, float | None]:
-    """Metrics of memory that outlives the process; empty without it."""
-    if not record.memory_nbytes:
-        return {}
-    return {
-        "memory_step": record.memory_step,
-        "memory_bytes": record.memory_nbytes,
-        "to_storage": record.to_storage,
-        "replica_lag_steps": record.replica_lag_steps,
-        "replica_sent_bytes": record.replica_sent_nbytes,
-        "replica_saved_bytes": record.replica_saved_nbytes,
-        "gradient_factor": record.gradient_factor,
-    }
-
-
-def _say_k(record: StepRecord, before: int) -> None:
-    budget = "" if record.plt_budget_left is None else f", {record.plt_budget_left:.2%} of all tokens may still be lost"
-    log.info(
-        "step %d: each checkpoint now saves %d experts per layer (before: %d); PLT %.2f%%%s",
-        record.step, record.k, before, 100 * record.plt, budget,
-    )  # fmt: skip

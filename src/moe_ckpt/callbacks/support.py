@@ -1,4 +1,4 @@
-"""Checks which Lightning strategies are supported, and what makes a resume inexact."""
+"""Checks whether a Lightning strategy is supported, and whether a resume will be exact."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def sharding_of(strategy: Any) -> str:
 
 
 def buckets_of(trainer: Any) -> BucketOrder | None:
-    """Returns the order of the buckets of the trainer's DDP; None where there is none, or it does not matter."""
+    """Returns the order of DDP's buckets; None without DDP, or if the order does not matter."""
     strategy = trainer.strategy
     if not isinstance(strategy, DDPStrategy):
         return None
@@ -108,13 +108,13 @@ def boost_refusal(strategy: Any) -> str | None:
 
 
 def inexact(trainer: Any, buckets: BucketOrder | None) -> list[str]:
-    """Returns why a resume in mid-epoch would not be exact; [] if it would.
+    """Returns the reasons why a resume in the middle of an epoch would not be exact; [] if it would be.
 
     Called once per fit, when the loaders exist, to warn before a failure.
 
     Args:
         trainer: Of the fit.
-        buckets: Of DDP, where their order matters.
+        buckets: Of DDP, if their order matters.
     """
     reasons: list[str] = []
     if buckets is not None and buckets.why_not is not None:
@@ -160,7 +160,7 @@ def overrides(callback: Callback, name: str) -> bool:
 
 
 def warn_of_timers(trainer: Any) -> None:
-    """Warns of a ``Timer`` (``max_time``) that ends training after the first step, since its time goes on counting."""
+    """Warns of a ``Timer`` (``max_time``) that ends training after one step, since it counts the time of all starts."""
     for callback in trainer.callbacks if trainer.is_global_zero else ():
         if isinstance(callback, Timer) and (remaining := callback.time_remaining()) is not None and remaining <= 0:
             log.warning(
@@ -171,7 +171,7 @@ def warn_of_timers(trainer: Any) -> None:
 
 
 def warn_of_partial_means(trainer: Any) -> None:
-    """Warns, at the end of an epoch that was resumed in its middle, of what training logs as means over epochs."""
+    """Warns, at the end of an epoch that was resumed in its middle, of training metrics that are means over epochs."""
     logged = [result.meta for result in Private(trainer.fit_loop.epoch_loop).results.values()]
     names = sorted({meta.name for meta in logged if meta.on_epoch and "epoch" not in meta.fx})
     if names and trainer.is_global_zero:
@@ -184,11 +184,11 @@ def warn_of_partial_means(trainer: Any) -> None:
 
 
 def require_restartable(trainer: Any) -> None:
-    """Refuses a run that no restart could go on with, before its first step.
+    """Refuses, before the first step, a run that no restart could continue.
 
     Raises:
-        UnsupportedError: A scheduler asks for a metric after a batch. A restarted run lacks it until it is logged,
-            and Lightning ends it for that, at each restart.
+        UnsupportedError: A scheduler needs a metric after a batch. A restarted run lacks it until it is logged, so
+            Lightning would end the run, at each restart.
     """
     for config in trainer.lr_scheduler_configs:
         if config.reduce_on_plateau and config.interval == "step" and config.strict:
@@ -201,13 +201,13 @@ def require_restartable(trainer: Any) -> None:
 
 
 def _draws_anew(sampler: object) -> bool:
-    """Returns whether a sampler of torch's draws this epoch's order anew after a resume, as nothing restores it."""
+    """Returns whether a sampler of torch draws a new order for the epoch after a resume, since nothing restores it."""
     drawing = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
     return isinstance(sampler, drawing) and not hasattr(sampler, "load_state_dict")
 
 
 def _samplers(loader: object) -> Iterator[object]:
-    """Yields the samplers that set the loader's order, also one that torchdata's loader wraps in a batch sampler."""
+    """Yields the samplers that decide the loader's order, including one that torchdata's loader has wrapped."""
     candidates = [getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)]
     seen: set[int] = set()
     while candidates:

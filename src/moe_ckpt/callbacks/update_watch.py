@@ -1,4 +1,4 @@
-"""Counts optimizer updates, and runs a function after every batch-end hook.
+"""Counts optimizer updates, and calls ``Fit.after_batch`` after every batch-end hook.
 
 A step that the loss scaler skips advances ``global_step`` but runs no optimizer hook. The module's own
 ``on_train_batch_end`` runs after all callbacks' and may still change weights or buffers.
@@ -45,13 +45,13 @@ class UpdateWatch:
     """Hooks on module and optimizers, from ``on_fit_start`` until ``close``.
 
     Args:
-        fit: Its ``before_bypassing`` is called before a raw optimizer steps, under manual optimization and where
-            batches are no part of the run (no callback is called then), ``updated`` after each optimizer's step, and
-            ``after_batch`` after every batch-end hook.
+        fit: Its ``before_bypassing`` is called before the step of an optimizer for which Lightning calls no callback
+            (under manual optimization, and in batches that are no part of the run), ``updated`` after each optimizer's
+            step, and ``after_batch`` after every batch-end hook.
 
     Attributes:
-        steps_seldom: A batch made no step, so that others may not either.
-        hooks_began: Batch-end hooks are running, so that schedules have come to the end of the step.
+        steps_seldom: Some batch made no step, so others may make none either.
+        hooks_began: Batch-end hooks are running, so learning rate schedules have made their step.
     """
 
     def __init__(self, fit: Fit) -> None:
@@ -86,7 +86,7 @@ class UpdateWatch:
             self._hooks.append(optimizer.register_step_pre_hook(stopwatch.around(begins)))
 
     def begin(self, global_step: int) -> None:
-        """Training begins at ``trainer.global_step``. Updates made before, to come back to it, do not count."""
+        """Training begins at ``trainer.global_step``. Updates made before, to return to it, do not count."""
         self._global_step = global_step
         self._updates = self._booked = self._applied = 0
 
@@ -101,12 +101,12 @@ class UpdateWatch:
         return self._booked > 0
 
     def book(self, global_step: int) -> WatchedBatch:
-        """Returns what this batch did. It made no update if gradients accumulate, or the loss scaler skipped the step.
+        """Books the updates of this batch: none if gradients accumulate, or the loss scaler skipped the step.
 
         Raises:
             ConfigError: There were updates, and ``global_step`` did not move.
         """
-        stepped, updates = global_step != self._global_step, self.unbooked
+        stepped, updates = global_step != self._global_step, self._updates - self._booked
         self._global_step = global_step
         self.steps_seldom |= not stepped
         if updates and not stepped:
@@ -119,10 +119,10 @@ class UpdateWatch:
         return WatchedBatch(stepped, updates, applied)
 
     def require_whole(self, error: BaseException | None) -> None:
-        """Raises ``RuntimeError`` unless the step of a batch that ``error`` ended is whole; names hooks cut off.
+        """Raises ``RuntimeError`` unless the step of a batch that ``error`` ended is complete; warns of missing hooks.
 
-        Its schedules must have come to their ends, and no hook may be due that is known to change what is saved: the
-        module's own, and those of callbacks with state.
+        Learning rate schedules must have made their step. Hooks that are known to change saved state must have run:
+        the module's own, and those of callbacks with state.
 
         Args:
             error: None if it is not known.
@@ -133,9 +133,15 @@ class UpdateWatch:
         if not self.hooks_began and any(old is new for old, new in zip(self._rates, self._rates_now(), strict=True)):
             raise RuntimeError("its update is made, but its learning rate schedules have not come to their ends")
         cut_off, due = self._hooks_after(error)
-        if states := [type(owner).__name__ for owner in due if _has_state(owner)]:
+        saved = [
+            type(owner).__name__
+            for owner in due
+            if isinstance(owner, pl.LightningModule)
+            or any(is_overridden(name, owner) for name in ("state_dict", "on_save_checkpoint"))
+        ]
+        if saved:
             raise RuntimeError(
-                f"its update is made, but {_HOOK} of {' and '.join(states)} had still to run, which changes what is "
+                f"its update is made, but {_HOOK} of {' and '.join(saved)} had still to run, which changes what is "
                 "saved. Place callbacks that may fail behind others"
             )
         if others := [type(owner).__name__ for owner in (*cut_off, *due)]:
@@ -145,13 +151,13 @@ class UpdateWatch:
             )
 
     def _rates_now(self) -> list[Any]:
-        """Of each schedule the list that its ``step`` makes anew, last of all."""
+        """Returns the list of rates of each schedule, a new object after each of its steps."""
         return [getattr(config.scheduler, "_last_lr", None) for config in self._trainer.lr_scheduler_configs]
 
     def _hooks_after(self, error: BaseException | None) -> tuple[list[Any], list[Any]]:
-        """Returns the callback or module whose batch-end hook failed, if any, and those of which it had still to run.
+        """Returns the callback or module whose batch-end hook failed, if any, and those whose hook had still to run.
 
-        Without most of Lightning's own callbacks: their hooks change nothing that training reads.
+        Most of Lightning's own callbacks are left out: their hooks change nothing that training reads.
         """
         due: list[Any] = [*self._trainer.callbacks, *([self._module] if self._module_hook else [])]
         failed: list[Any] = []
@@ -167,13 +173,13 @@ class UpdateWatch:
         return [owner for owner in failed if _is_asked(owner)], [owner for owner in due if _is_asked(owner)]
 
     def forget(self) -> None:
-        """Ignores the updates since the last call of ``book``: they are no part of the run."""
+        """Ignores the updates since the last call of ``book``, which are no part of the run."""
         self._booked, self._applied = self._updates, 0
         self.hooks_began = False
 
     def _count(self, optimizer: Any, *_: Any) -> None:
         self._updates += 1
-        # A fused optimizer is handed the loss scale, and leaves out an overflow by itself, on the device.
+        # A fused optimizer gets the loss scale, and skips the update after an overflow by itself, on the device.
         self._applied += getattr(optimizer, "found_inf", None) is None
         self._rates = self._rates_now()
         self._after_update()
@@ -191,9 +197,3 @@ def _is_asked(owner: Any) -> bool:
     """Returns whether the batch-end hook of a callback or module may change what training reads."""
     trusted = type(owner).__module__.split(".")[0] in ("lightning", "moe_ckpt") or isinstance(owner, Checkpoint)
     return isinstance(owner, (pl.LightningModule, WeightAveraging)) or (not trusted and is_overridden(_HOOK, owner))
-
-
-def _has_state(owner: Any) -> bool:
-    return isinstance(owner, pl.LightningModule) or any(
-        is_overridden(name, owner) for name in ("state_dict", "on_save_checkpoint")
-    )

@@ -1,4 +1,4 @@
-"""The part that checkpoints of training loops have in common: what they tell, how they end, and the ``with`` block."""
+"""The part that adapters of the user's own training loops share: refusals, properties, ``finish`` and ``close``."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader
 from moe_ckpt.data import RecoverableDistributedSampler
 from moe_ckpt.driver.changes import Change
 from moe_ckpt.driver.host import End, Host, SealingSurvivors, Stateful, require_framework
+from moe_ckpt.driver.loop import LoopPosition
 from moe_ckpt.driver.run import CLOSE_SECS, Driver
 from moe_ckpt.driver.states import State
 from moe_ckpt.errors import ConfigError
@@ -26,13 +27,14 @@ _Self = TypeVar("_Self", bound="AttachedCheckpoint")
 
 
 class LoopHost(Host):
-    """The host of a loop that is the user's: only the loop knows its length, and what else it changes.
+    """The host of the user's own training loop: only the loop knows its length, and what else it changes.
 
     Args:
         stateful: Objects that are saved beside model and optimizers, by name.
+        loop: Its position.
 
     Attributes:
-        framework: Its name, in the plain state in small letters.
+        framework: Its name; the plain state has it in lower case.
         attach: The function that was given ``stateful``, for messages.
 
     Raises:
@@ -42,7 +44,7 @@ class LoopHost(Host):
     framework = "torch"
     attach = "moe_ckpt.attach"
 
-    def __init__(self, stateful: Mapping[str, Stateful]) -> None:
+    def __init__(self, stateful: Mapping[str, Stateful], loop: LoopPosition) -> None:
         for name, target in stateful.items():
             if isinstance(getattr(target, "base_dataloader", None), DataLoader):
                 raise ConfigError(
@@ -62,12 +64,11 @@ class LoopHost(Host):
                     "cannot be restored. "
                     + ("Use torchdata's StatefulDataLoader" if is_loader else "Give it both, or leave it out")
                 )
-        self.stateful = stateful
+        self.stateful, self.loop, self.unit = stateful, loop, loop.unit
 
     @property
-    @abstractmethod
-    def moved(self) -> bool:
-        """Returns whether a step was done in this process."""
+    def step(self) -> int:
+        return self.loop.step
 
     def admits(self, manifest: Manifest, plain: Mapping[str, Any]) -> None:
         """Raises for the state of another framework, or of other stateful objects."""
@@ -79,7 +80,7 @@ class LoopHost(Host):
                 "choose another dirpath, and set state_from= to the store of this checkpoint"
             )
 
-    def go_on_from_end(
+    def continue_finished(
         self, manifest: Manifest, finished: Finished, changes: Sequence[Change], plt: float
     ) -> tuple[bool, str]:
         return True, (
@@ -92,7 +93,7 @@ class LoopHost(Host):
 
 
 class AttachedCheckpoint(ABC):
-    """Checkpoints one training loop, which calls it around each step. All ranks, on the training thread.
+    """Checkpoints one training loop. All ranks call each method, on the training thread.
 
     Args:
         host: Of the loop.
@@ -100,7 +101,7 @@ class AttachedCheckpoint(ABC):
 
     Attributes:
         options: As given, checked.
-        stopwatch: Counts how long this keeps the training thread.
+        stopwatch: Counts how long checkpointing keeps the training thread.
     """
 
     _host: LoopHost
@@ -144,13 +145,13 @@ class AttachedCheckpoint(ABC):
     def recovery_plan(self) -> RecoveryPlan | None:
         """The recovery plan of the checkpoint that training resumed from, on this rank; None before, and for a new run.
 
-        It says of each operator whether it came from memory of this node or of others, or from storage.
+        It says for each operator whether it came from memory of this node or of others, or from storage.
         """
         return None if self._driver.restored is None else self._driver.restored.plan
 
     @property
     def replaying(self) -> bool:
-        """True while a sparse window is replayed; until that is done, the model holds no complete state."""
+        """True during the replay of a sparse window: until it is done, the model holds no complete state."""
         return self._driver.replaying is not None
 
     @timed
@@ -160,20 +161,20 @@ class AttachedCheckpoint(ABC):
         Nothing is written if there is one already.
 
         Args:
-            wait: Wait until it is committed; else it is written during training, as any other.
+            wait: Wait until the checkpoint is committed; else it is written during training, like any other.
 
         Returns:
-            Whether there is one. False in a replay, when the model holds no complete state of the run.
+            Whether there is a checkpoint. False in a replay, when the model holds no complete state of the run.
 
         Raises:
             ConfigError: An optimizer stepped since, and ``after_step`` was not called yet.
-            SaveFailedError: It could not be committed, or not in time.
+            SaveFailedError: The checkpoint could not be committed, or not in time.
         """
         self._require_counted("save()")
         return self._driver.save(wait=wait)
 
     def finish(self, *, ended: bool = True) -> None:
-        """Training ended without an error: saves a complete last checkpoint, and waits for it.
+        """Saves a complete last checkpoint after training ended without an error, and waits for it.
 
         Safe to call twice, and just before ``sys.exit``. Leaving a ``with`` block calls it.
 
@@ -183,7 +184,7 @@ class AttachedCheckpoint(ABC):
 
         Raises:
             ConfigError: An optimizer stepped since the newest step, and ``after_step`` was not called yet.
-            SaveFailedError: It could not be committed.
+            SaveFailedError: The checkpoint could not be committed.
         """
         if self._driver.lifecycle.state is State.ENDED:
             return
@@ -191,7 +192,7 @@ class AttachedCheckpoint(ABC):
         self._leave_peers()
         try:
             self._driver.catch_up()
-            self._driver.finish(moved=self._host.moved, ended=ended)
+            self._driver.finish(moved=self._host.loop.moved, ended=ended)
         finally:
             self._release()
 
@@ -199,7 +200,7 @@ class AttachedCheckpoint(ABC):
         """Releases threads, lock and hooks after a failure. Safe to call twice, and after ``finish``.
 
         Args:
-            timeout_secs: Longest wait for what is being written.
+            timeout_secs: Longest wait for checkpoints under way.
             failure: What happened. Memory that outlives the process then keeps the newest step, within
                 ``Memory(survivor_secs)``, unless the failure came in the middle of an update.
         """
@@ -218,12 +219,12 @@ class AttachedCheckpoint(ABC):
         finally:
             self.close(CLOSE_SECS, error)
 
-    @abstractmethod
     def _require_counted(self, call: str) -> None:
-        """Raises ``ConfigError`` in ``call`` between an update and ``after_step``, unless a window is replayed."""
+        if not self.replaying:  # else nothing is saved
+            self._host.loop.require_counted(call)
 
     def _leave_peers(self) -> None:
-        """This rank trains no more. By default nothing waits for it."""
+        """Tells other ranks that this one trains no more, if they depend on it."""
         return
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""Differences of hyperparameters between a checkpoint and a script, and whose values are used."""
+"""Compares the hyperparameters of a checkpoint with those of a script, and says whose values are used."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ class Change:
         now: Its value in this script, as text.
         from_checkpoint: The checkpoint's value is used (optimizers, schedulers), not the script's (modules,
             datamodules).
-        decides: It makes another experiment, unlike what a scheduler computes from the length of training.
+        decides: The change makes another experiment. False for values that a scheduler computes from the length of
+            training.
     """
 
     where: str
@@ -43,8 +44,8 @@ class Change:
         return f"{self.where} {self.before} -> {self.now}"
 
 
-def say_changes(changes: Collection[Change], rank: int) -> None:
-    """Warns on rank 0 of hyperparameters that differ from the checkpoint's, and says whose are used."""
+def warn_of_changes(changes: Collection[Change], rank: int) -> None:
+    """Warns on rank 0 of hyperparameters that differ from the checkpoint's, and says whose values are used."""
     if rank or not changes:
         return
     texts = []
@@ -58,8 +59,8 @@ def trainable_changes(used: Collection[str], now: Collection[str]) -> list[Chang
     """Returns how the parameters that require gradients differ.
 
     Args:
-        used: Names of those that require none in the checkpoint.
-        now: Those of this script.
+        used: Names of parameters that require no gradient in the checkpoint.
+        now: Names of parameters that require none in this script.
     """
     differences = []
     for names, was in ((set(used) - set(now), False), (set(now) - set(used), True)):
@@ -90,7 +91,7 @@ def _is_plain(value: Any) -> bool:
 def differing(
     name: str, before: Mapping[str, Any], now: Mapping[str, Any], *, from_checkpoint: bool, decides: bool = True
 ) -> Iterator[Change]:
-    """Yields a change for each value of ``now``, then of ``before``, that the other lacks or that differs."""
+    """Yields a change for each value that differs, or that one of the two lacks; in the order of ``now``."""
     old, new = dict(_flat(before)), dict(_flat(now))
     for key in (*new, *(key for key in old if key not in new)):
         if not same(old.get(key, _ABSENT), new.get(key, _ABSENT)):
@@ -116,7 +117,7 @@ def groups_of(optimizers: Iterable[Any]) -> list[Groups]:
 
 
 def optimizer_changes(before: Sequence[Groups], now: Sequence[Groups]) -> Iterator[Change]:
-    """Yields each change of an optimizer once, also where several groups have it, or a scheduler as ``initial_lr``."""
+    """Yields each change of an optimizer once, even if several groups have it, or a scheduler as ``initial_lr``."""
     for number, (old, new) in enumerate(zip(before, now, strict=False)):
         name = f"optimizer {number} " if len(now) > 1 else "optimizer "
         pairs = zip(old, new, strict=False)
@@ -125,10 +126,10 @@ def optimizer_changes(before: Sequence[Groups], now: Sequence[Groups]) -> Iterat
 
 
 def schedules_of(target: Any) -> list[str]:
-    """Returns what learning-rate schedulers compute, by their classes' and functions' names, which no state has.
+    """Returns the names of the classes and functions of learning rate schedulers, which no ``state_dict`` has.
 
     Args:
-        target: A scheduler, an object of accelerate or torchtitan that holds some, or any other: it has none.
+        target: A scheduler, an object of accelerate or torchtitan that holds some, or any other object: it has none.
     """
     if isinstance(target, LRScheduler):
         functions = [getattr(function, "func", function) for function in getattr(target, "lr_lambdas", ())]
@@ -141,7 +142,7 @@ def schedules_of(target: Any) -> list[str]:
 
 
 def same(one: Any, other: Any) -> bool:
-    """Returns whether values are equal, also if a checkpoint changed their type: an enum is text, numpy's numbers."""
+    """Returns whether values are equal as a checkpoint has them: enums as text, numpy's numbers as numbers."""
     return _comparable(one) == _comparable(other)
 
 

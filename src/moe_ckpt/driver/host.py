@@ -1,5 +1,8 @@
-"""What the driver sees of others: the adapter, which provides its step and its plain state, and guests, which are
-features that a run may do without. An adapter makes one where a policy or option asks."""
+"""The interfaces that the driver calls: of the adapter (``Host``), and of guests.
+
+The adapter provides its step and its plain state. Guests are features that a run may do without: an adapter makes one
+if a policy or option asks for it.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +59,7 @@ class Host(Protocol):
 
     @property
     def step(self) -> int:
-        """Steps done."""
+        """Returns the number of steps done."""
 
     def admits(self, manifest: Manifest, plain: Mapping[str, Any]) -> None:
         """Raises if training cannot resume from this checkpoint (see ``recovery.executing.Admits``)."""
@@ -65,38 +68,38 @@ class Host(Protocol):
         """Restores plain state, after the tensors. Random number generators may follow later.
 
         Returns:
-            Hyperparameters that differ; and why the resumed run is inexact, if it is.
+            Hyperparameters that differ; and why the resumed run is inexact, None if it is exact.
         """
 
     def advance_counts(self, missed: Mapping[str, int]) -> None:
-        """Experts came back older: step counts of their optimizer state go on. By default all have one count.
+        """Advances step counts of optimizer state that was restored older. By default all parameters share one count.
 
         Args:
-            missed: Parameter -> steps since.
+            missed: Parameter -> steps since its restored copy.
         """
         return
 
     def load_weights(self, path: str, comm: Communicator) -> LoadedWeights:
-        """Loads the weights at ``path``, which a new run begins with."""
+        """Loads the weights at ``path``, with which a new run begins."""
 
     def load_state(self, path: str, comm: Communicator, experts: Sequence[int]) -> tuple[Handover, Sequence[Change]]:
-        """Loads the state at ``path`` of another host's run, which this one continues. Arguments: ``load_handover``.
+        """Loads the state of another host's run at ``path``, which this run continues. Arguments: ``load_handover``.
 
         Returns:
-            What was loaded; and hyperparameters that differ.
+            The loaded state; and hyperparameters that differ.
         """
         raise RuntimeError("this adapter refuses state_from where it is set")
 
-    def go_on_from_end(
+    def continue_finished(
         self, manifest: Manifest, finished: Finished, changes: Sequence[Change], plt: float
     ) -> tuple[bool, str]:
-        """Decides on the start of a finished run.
+        """Decides whether a finished run that is started again goes on.
 
         Returns:
-            Whether training goes on; and what to add to the message about the resume.
+            Whether training goes on; and a text to append to the message about the resume.
 
         Raises:
-            ConfigError: It must not go on.
+            ConfigError: Training must not go on.
         """
 
     def repeated(self, before: Mapping[str, Any], recorded: Mapping[str, Any]) -> Iterable[Repeated]:
@@ -113,10 +116,10 @@ class Host(Protocol):
         """Returns how training ended; None if the next start continues it. Called on rank 0."""
 
     def count_update(self) -> bool:
-        """Training stops after an update that the loop has not counted: counts it as the loop would have.
+        """Counts an update that the loop has not counted yet, when training stops after it.
 
         Returns:
-            Whether it could; by default it cannot.
+            Whether the adapter could; by default it cannot.
         """
         return False
 
@@ -133,10 +136,10 @@ def require_framework(plain: Mapping[str, Any], framework: str, path: str) -> No
 
 @contextmanager
 def loading_state(what: str, path: str, advice: str = "") -> Iterator[None]:
-    """The block calls ``load_state_dict`` of a foreign object: its errors become ``StoreError``. Ours pass.
+    """Turns errors of a foreign object's ``load_state_dict`` in the block into ``StoreError``, but not our own errors.
 
     Args:
-        what: Whose state it is.
+        what: The object.
         path: Of the state file.
         advice: What to do, if not to restore the run's configuration.
     """
@@ -167,8 +170,8 @@ class CapacityBoost(Protocol):
         A collective of all ranks, after the checkpoint was booked.
 
         Args:
-            plain: This rank's plain state in the checkpoint, or the one that stands in for it.
-            fault: What the session booked: tokens that the loaded experts lack.
+            plain: This rank's plain state in the checkpoint; on another number of ranks, that of another rank.
+            fault: The tokens that the loaded experts lack, as the session booked them.
             run_ledger: Gets the tokens to make up, ``deficit``.
             manifest: Of the checkpoint.
             reader: Of its store; None if storage does not have it.
@@ -179,14 +182,14 @@ class CapacityBoost(Protocol):
 
         Args:
             tokens: Of this rank, in this step.
-            applied: They count: the update was made.
+            applied: The update was made, so the tokens count.
         """
 
     def discard(self) -> None:
         """Discards the tokens counted since the last step, which led to no update."""
 
     def captured(self) -> Mapping[str, Any]:
-        """Returns what belongs into this rank's plain state, also after ``close``."""
+        """Returns the boost's entries of this rank's plain state, also after ``close``."""
 
     def close(self) -> None:
         """Detaches from the routers. Safe to call twice."""
@@ -196,16 +199,16 @@ class GradientLogging(GradientRecord, Protocol):
     """Logs the gradients that optimizers consume, and repeats the updates of such a log after a failure."""
 
     def begin(self) -> None:
-        """Training begins: from here on updates are recorded."""
+        """Begins to record updates."""
 
     def copies_written(self) -> None:
-        """Notes that the weights which follow those that optimizers update are as they should be."""
+        """Notes that the optimizers have copied master weights into the model's weights."""
 
     def along(self, recovery: Recovery, opened: OpenedMemory, catalog: Catalog) -> AlongLog:
         """Begins the return to a step of a log in memory, whatever the policy of this run.
 
         Args:
-            recovery: What returns.
+            recovery: The recovery under way.
             opened: The step.
             catalog: Of the whole model.
         """
@@ -215,10 +218,10 @@ class GradientLogging(GradientRecord, Protocol):
 
 
 class LocalizedRecovery(Protocol):
-    """Lets only those ranks go back after a failure that lost something."""
+    """Lets only the ranks that lost something in a failure go back to an older step."""
 
     def open(self, session: CheckpointSession) -> None:
-        """Begins to log what crosses boundaries, once the session is open.
+        """Begins to log messages between pipeline stages, once the session is open.
 
         Raises:
             ConfigError: There is no memory that outlives the process.
@@ -228,56 +231,56 @@ class LocalizedRecovery(Protocol):
         """See ``recovery.resume.InPart``."""
 
     def rejoin(self, joined: Restored) -> None:
-        """Only some ranks go back. The session goes on from ``joined`` when they have come to its step."""
+        """Notes that only some ranks go back. The session goes on from ``joined`` when they have reached its step."""
 
     def step_replayed(self, tokens: Deferred[StepTokens], *, last: bool) -> None:
-        """A rank that goes back has computed a step again.
+        """Notes that this rank, which went back, has computed a step again.
 
         Args:
             tokens: Of this rank in that step.
-            last: It was the last one.
+            last: It was the last step to compute again.
 
         Raises:
             PeerLostError: Another rank is gone.
         """
 
     def diverged(self) -> None:
-        """A step that this rank computed again is not what it was: at the next start all ranks go back."""
+        """Notes that a step that this rank computed again differs: at the next start all ranks go back."""
 
     def write_log(self, secs: float) -> None:
-        """Training stops: waits up to ``secs`` until the log of the newest step is written."""
+        """Waits up to ``secs`` until the log of the newest step is written, when training stops."""
 
 
 class SealingSurvivors(Protocol):
     """Seals the newest step in memory that outlives the process, when training stops at a failure."""
 
     def begin(self) -> None:
-        """Training begins: handles SIGTERM from here on."""
+        """Begins to handle SIGTERM, when training begins."""
 
     def end(self) -> None:
-        """Training is over, or about to be: leaves SIGTERM to others."""
+        """Stops handling SIGTERM, when training is about to end."""
 
     def enter(self, moment: Moment) -> None:
-        """The iteration comes to ``moment``. On the training thread, which waits while another one seals the step."""
+        """Sets the moment of the iteration. On the training thread, which waits while another thread seals the step."""
 
     def joining(self, *, update: bool) -> AbstractContextManager[None]:
-        """The block joins the copy under way; after it, weights may change.
+        """Encloses the join of the copy under way, after which weights may change.
 
         Args:
             update: The optimizer is about to change them.
         """
 
     def booking(self, *, ended: bool = True) -> AbstractContextManager[None]:
-        """The session is at work in the block.
+        """Encloses work of the session.
 
         Args:
-            ended: A step is final with it; else it is between two steps.
+            ended: A step is final after the block; else the block is between two steps.
         """
 
     def survive(self, why: str, patience_secs: float = 0.0) -> None:
-        """Training stops: seals the newest step, once. Never raises. On any thread.
+        """Seals the newest step, once, when training stops. Never raises. On any thread.
 
         Args:
-            why: For messages.
+            why: Why training stops, for messages.
             patience_secs: The longest wait for a step that is under way on another thread.
         """

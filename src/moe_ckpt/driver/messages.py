@@ -25,12 +25,12 @@ log = logging.getLogger("moe_ckpt")
 
 
 class Messages:
-    """Messages of one run, from rank 0 unless they are about the rank.
+    """The messages of one run, printed on rank 0.
 
     Args:
         unit: The framework's name for a step.
         dirpath: The store.
-        rank: This process's.
+        rank: Of this process.
     """
 
     def __init__(self, unit: str, dirpath: str, rank: int) -> None:
@@ -52,12 +52,14 @@ class Messages:
         tensors: Iterable[StateTensor],
         ranks: int,
     ) -> None:
-        """Says what was found at a start: so somebody whose MoE layers were not found learns of it.
+        """Describes policy, model and store at a start, so that users see which MoE layers were found.
 
         Args:
+            options: Of the run.
+            catalog: Of the model.
             specs: Of the tensors of all ranks.
-            tensors: This rank's.
-            ranks: How many there are.
+            tensors: Those of this rank.
+            ranks: The number of ranks.
         """
         counts = [layer.experts for layer in catalog.layers]
         experts = f"{min(counts)} to {max(counts)}" if len({*counts}) > 1 else f"{counts[0]}" if counts else ""
@@ -76,9 +78,10 @@ class Messages:
         )
 
     def new_run(self, resume: str, generation: int) -> None:
-        """A new run begins.
+        """Says that a new run begins.
 
         Args:
+            resume: The option.
             generation: Number of this start of the run; 0 if the store is new.
         """
         if resume == "never" and generation:
@@ -89,13 +92,13 @@ class Messages:
             self._announce("training starts from scratch: %s holds no checkpoint yet", self._dirpath)
 
     def weights(self, loaded: LoadedWeights) -> None:
-        """A new run begins with loaded weights."""
+        """Says that a new run begins with loaded weights."""
         self._announce(
             "a new run starts with %s; %s count, optimizer, schedules and data start from scratch", loaded, self._unit
         )
 
     def handed_over(self, handover: Handover) -> None:
-        """Says what came over from another host's run, after ``resumed``."""
+        """Says which state of another host's run was loaded. Called after ``resumed``."""
         (self._warn if handover.not_taken else self._announce)("%s", handover)
 
     def resumed(
@@ -104,9 +107,12 @@ class Messages:
         """Says where training resumes, and what was lost.
 
         Args:
+            step: The restored one.
             source: ``Restored.origin``.
+            fault: The lost tokens.
+            plt: Of the run.
             besides: A warning to add.
-            dirpath: Of another store.
+            dirpath: The store of the checkpoint, if it is another one.
         """
         lost, portion = f"all experts are of that {self._unit}", ""
         if fault.stale_experts:
@@ -133,7 +139,7 @@ class Messages:
         )
 
     def left_behind(self, step: int, lost_checkpoint: LeftBehind | None) -> None:
-        """The run continues from ``step`` on storage, although memory held newer steps, if it did."""
+        """Warns that the run continues from ``step`` on storage, if memory held newer steps that are lost."""
         if lost_checkpoint is None:
             return
         unit, newest = self._unit, lost_checkpoint.step
@@ -158,14 +164,16 @@ class Messages:
             )
 
     def inexact(self, why: str | None) -> None:
-        """Why the resumed run is inexact; None if it is exact."""
+        """Says why the resumed run is inexact; nothing if ``why`` is None."""
         if why is not None:
             self._warn("%s", why)
 
     def replayed(self, first: int, last: int, source: str) -> None:
-        """A sparse window is replayed from step ``first``.
+        """Says that a sparse window is replayed from step ``first``.
 
         Args:
+            first: First step of the window.
+            last: Its last step.
             source: ``Restored.origin``.
         """
         self._announce(
@@ -174,7 +182,7 @@ class Messages:
         )
 
     def routed_otherwise(self, first: int, last: int) -> None:
-        """The steps of a sparse window that were computed again, those after ``first``, are not the run's."""
+        """Warns that replayed steps of a sparse window, those after ``first``, had other token counts than before."""
         self._warn(
             "the %ss %d to %d, computed again, gave experts other numbers of tokens than the first time: data or "
             "kernels do not repeat, so the state is close to the run's, and not equal to it. Random numbers that a "
@@ -184,10 +192,11 @@ class Messages:
         )
 
     def unfinished(self, step: int, window: tuple[int, int]) -> None:
-        """Training ended before the replay of a sparse window.
+        """Warns that training ended before the replay of a sparse window did.
 
         Args:
-            window: Its first and last step.
+            step: The newest one.
+            window: First and last step of the window.
         """
         self._warn(
             "training ended at %s %d, before the sparse window of %ss %d to %d was computed again: nothing was saved, "
@@ -197,11 +206,11 @@ class Messages:
         )
 
     def unsaved(self, step: int, newest: int | None) -> None:
-        """Training ended where the newest step's state was gone, and is not saved unless it had been.
+        """Warns that the newest step is in no checkpoint, if so: its state was gone when training ended.
 
         Args:
             step: The newest one.
-            newest: Of the newest checkpoint; None if there is none.
+            newest: Step of the newest checkpoint; None if there is none.
         """
         if newest == step:
             return
@@ -215,7 +224,7 @@ class Messages:
         )
 
     def passed_over(self, step: int, loaded: int) -> None:
-        """Training continues from ``step`` of the store, although the host had ``loaded`` a step of its own."""
+        """Warns if training continues from ``step`` of the store, though the host had ``loaded`` a newer one."""
         if step < loaded:
             self._warn(
                 "%s %d had been loaded, but training continues from %s %d of the checkpoint in %s, with the bits of "
@@ -224,7 +233,7 @@ class Messages:
             )
 
     def gone_back(self, step: int, before: int) -> None:
-        """A second fit of the same trainer begins at an older step than the first one ended at.
+        """Warns if a second fit of the same trainer begins at an older step than the last one of the first fit.
 
         Args:
             step: The restored one.
@@ -242,7 +251,7 @@ class Messages:
 
 
 def _as_written(value: Any) -> str:
-    """A policy, or what it is given, as somebody writes it: without arguments that are the default."""
+    """Returns a policy or its argument as a user writes it: without arguments that have the default value."""
     if isinstance(value, (list, tuple)):
         return f"[{', '.join(map(_as_written, value))}]"
     if not is_dataclass(value):
@@ -253,6 +262,6 @@ def _as_written(value: Any) -> str:
 
 
 def _path(dirpath: str, source: str) -> str:
-    """The path of a checkpoint in the store, also where memory held a part of it."""
+    """Returns ``source``, a ``Restored.origin``, with the path of the checkpoint in place of its directory's name."""
     *memory, directory = source.split(" ")
     return source if directory == "memory" else " ".join([*memory, os.path.join(dirpath, directory)])

@@ -1,7 +1,7 @@
 """One life of a run, as every adapter drives it: open, resume, begin, step or replay, finish.
 
-An adapter turns its framework's hooks into calls of a ``Driver``, and is its ``Host``: it knows where its framework
-keeps what is no tensor. Which call may come when is in ``driver.states``.
+An adapter turns its framework's hooks into calls of a ``Driver``, and provides a ``Host``, which reads and restores the
+framework's own state. ``driver.states`` has the order in which calls are allowed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from moe_ckpt.core.operators import Catalog, missed_steps
 from moe_ckpt.core.placement import Placement, everywhere
 from moe_ckpt.core.tokens import FaultRecord
-from moe_ckpt.driver.changes import say_changes
+from moe_ckpt.driver.changes import warn_of_changes
 from moe_ckpt.driver.host import CapacityBoost, GradientLogging, Host, LocalizedRecovery, SealingSurvivors
 from moe_ckpt.driver.messages import Messages
 from moe_ckpt.driver.states import Action, Advice, Lifecycle, Moment, State
@@ -39,11 +39,11 @@ from moe_ckpt.storage import StoreLock, open_storage
 from moe_ckpt.storage.lock import job_name
 
 on_phase: Callable[[str], None] | None = None
-"""Called with "copy", "write", "fsync", "rename", "manifest", "gc" as runs of this process reach these; None: nothing
-is called. For tests that kill processes: see ``testing.watch_phases``."""
+"""Called with "copy", "write", "fsync", "rename", "manifest" or "gc" when a run of this process comes to that phase.
+For tests that kill processes: see ``testing.watch_phases``."""
 
 CLOSE_SECS = 10.0
-"""Longest wait, after a failure of training, for what is being written."""
+"""Longest wait for checkpoints under way, after a failure of training."""
 
 
 class Driver:
@@ -52,20 +52,21 @@ class Driver:
     Args:
         host: The adapter.
         options: The user's.
-        advice: Its advice for calls out of order.
+        advice: The adapter's advice for calls out of order.
+        stopwatch: Measures the stall; None: a new one.
 
     Attributes:
-        last: What the newest step cost; None before the first.
+        last: The record of the newest step; None before the first.
         restored_step: Step of the checkpoint that training resumed from; of a sparse window, its last one.
         restored: That checkpoint, as this rank sees it, without its plain state once a step was done; None if the
             framework loaded it.
         replaying: The replay of a sparse window, until it is done.
-        boost: Gives stale experts more tokens; None where the policy asks for none.
-        localized: Lets only some pipeline stages go back; None where all do.
-        gradients: Logs them; None where the policy does not.
-        survivors: Seals the newest step when training stops at a failure; from ``open`` on, None where nothing does.
-        say: Messages to the user; from ``open`` on.
-        stopwatch: The session's, as given: from here on every hook of the adapter counts on it.
+        boost: Gives stale experts more tokens; None if the policy asks for none.
+        localized: Lets only some pipeline stages go back; None if all do.
+        gradients: Logs gradients; None if the policy does not.
+        survivors: Seals the newest step when training stops at a failure; set by ``open``, None if nothing does.
+        say: Messages to the user; set by ``open``.
+        stopwatch: Measures the stall of all hooks of the adapter and the session.
     """
 
     def __init__(self, host: Host, options: Options, advice: Advice, stopwatch: Stopwatch | None = None) -> None:
@@ -87,11 +88,11 @@ class Driver:
 
     @property
     def comm(self) -> Communicator:
-        """The ranks."""
+        """The communicator of all ranks."""
         return self.session.comm
 
     @property
-    def is_in_part(self) -> bool:
+    def is_localized(self) -> bool:
         """True if only some pipeline stages went back at this start."""
         return self.restored is not None and self.restored.joined is not None
 
@@ -112,11 +113,20 @@ class Driver:
         open_log: Callable[[], GradientLogging] | None = None,
         **machine: Any,
     ) -> None:
-        """Opens the store. Arguments and errors: see ``CheckpointSession.open``.
+        """Opens the store. Errors: see ``CheckpointSession.open``.
 
-        ``open_log`` makes what logs gradients: here if the policy does, else when the run returns to a step of a log.
-
-        ``machine`` has the fields of ``run.options.Settings`` that the adapter sets: ``pinned``, ``local_ranks``.
+        Args:
+            comm: Of all ranks.
+            catalog: Of the model.
+            state: Of the model and its optimizers.
+            placement: Which ranks hold and write what; None: every rank holds everything.
+            aliases: Further name of a tied parameter -> its name.
+            observers: Get the session's events.
+            boost: See the class.
+            gate: Lets copies run in bubbles of a pipeline.
+            localized: See the class.
+            open_log: Makes the gradient log: now if the policy has one, else when the run returns to a step of a log.
+            **machine: Fields of ``run.options.Settings`` that the adapter sets: ``pinned``, ``local_ranks``.
         """
         storage = open_storage(self.options.dirpath, on_phase, access=self.options.access)
         if open_log is not None and self.options.needs.gradients:
@@ -175,7 +185,7 @@ class Driver:
             )
             if restored is not None:
                 self._tell(Loaded(restored.planned_unix_secs))
-                self._go_on(restored)
+                self._continue(restored)
                 return
         if otherwise is not None:
             otherwise()
@@ -189,29 +199,29 @@ class Driver:
         self.lifecycle.move(Action.RESUME, "resume()")
 
     def _take_over(self, path: str) -> None:
-        """Begins a new run with the state of another host's."""
+        """Begins a new run with the state of another host's run."""
         experts = [layer.experts for layer in self.session.catalog.layers]
         handover, changes = self._host.load_state(path, self.comm, experts)
         self.lifecycle.move(Action.RESUME, "resume()")
         self.resume_loaded(handover.reader, handover.manifest, handover.plain, same_store=False)
         self.say.handed_over(handover)
         self.say.inexact(other_ranks(handover.manifest, self.comm.world_size))
-        say_changes(changes, self.comm.rank)
+        warn_of_changes(changes, self.comm.rank)
 
-    def resume_elsewhere(self) -> None:
-        """The framework loads what training begins with."""
+    def resume_by_framework(self) -> None:
+        """Notes that the framework itself loads the state with which training begins."""
         self.lifecycle.move(Action.RESUME, "resume()")
 
     def resume_loaded(
         self, reader: StoreReader, manifest: Manifest, plain: Mapping[str, Any], *, same_store: bool
     ) -> None:
-        """Continues from a checkpoint that the user named, and the framework or the host has loaded.
+        """Continues from a checkpoint that the user named, and that the framework or the host has loaded.
 
         Args:
             reader: Of its store.
             manifest: Of the checkpoint.
             plain: This rank's plain state in it.
-            same_store: It is in this run's own store.
+            same_store: The checkpoint is in this run's own store.
         """
         self._host.advance_counts(missed_steps(self.session.catalog, manifest.step, versions_of(manifest)))
         fault = self.session.resume_from(manifest, same_store=same_store)
@@ -227,9 +237,9 @@ class Driver:
 
         Args:
             plain: This rank's plain state in the checkpoint.
-            fault: What the session booked.
+            fault: The lost tokens that the session booked.
             manifest: Of the checkpoint.
-            reader: Of its store; None if storage does not have it.
+            reader: Of its store; None if storage does not have the checkpoint.
         """
         if self.boost is not None:
             self.boost.begin(plain, fault, self.session.run_ledger, manifest, reader)
@@ -243,8 +253,8 @@ class Driver:
         self.session.run_ledger.check(manifest)
         self._host.admits(manifest, plain)
 
-    def _go_on(self, restored: Restored) -> None:
-        """Restores all but the tensors, which are loaded."""
+    def _continue(self, restored: Restored) -> None:
+        """Restores everything but the tensors, which are loaded already."""
         manifest = restored.manifest
         changes, inexact = self._host.load(restored)
         if restored.replay is None:
@@ -270,7 +280,7 @@ class Driver:
             self.lifecycle.move(Action.RESUME, "resume()")
             plt, goes_on, besides = self.session.run_ledger.tokens.plt, True, ""
             if finished is not None:
-                goes_on, besides = self._host.go_on_from_end(manifest, finished, changes, plt)
+                goes_on, besides = self._host.continue_finished(manifest, finished, changes, plt)
             if not goes_on:
                 self.session.tier.left_slots.remove()  # of a rank that died after the end had been noted
                 return
@@ -280,15 +290,15 @@ class Driver:
             reader = None if restored.from_memory else StoreReader(self._storage)
             self.begin_boost(restored.plain, fault, manifest, reader)
         self.say.inexact(inexact)
-        say_changes(changes, self.comm.rank)
+        warn_of_changes(changes, self.comm.rank)
 
     def begin(self, *, new: bool, wait: bool = True, over: bool = False) -> None:
-        """Training begins: saves the initial state of a new run, if the policy has windows.
+        """Begins training. Saves the initial state of a new run first, if the policy has windows.
 
         Args:
             new: Nothing was restored.
-            wait: Wait until that is committed; False where ranks arrive one after the other.
-            over: Nothing is left to train: saves what ``finish`` would, before anything changes weights.
+            wait: Wait until the initial state is committed; False if ranks arrive here one after the other.
+            over: Nothing is left to train: saves the checkpoint that ``finish`` would, before anything changes weights.
         """
         self.lifecycle.move(Action.BEGIN, "begin_training()")
         if new and self.options.needs.windows:
@@ -309,7 +319,7 @@ class Driver:
         """Joins the copy under way, before anything changes weights.
 
         Args:
-            receive: As of the session's.
+            receive: As of ``CheckpointSession.before_update``.
         """
         self.lifecycle.require(Action.JOIN, "before_update()")
         update = receive and self.lifecycle.state is State.TRAINING
@@ -320,22 +330,24 @@ class Driver:
                 self._undrained = False
 
     def release_gradients(self) -> None:
-        """Gradients are about to be overwritten: waits until the copy under way, if any, has read them."""
+        """Waits until the copy under way, if any, has read the gradients, which are about to be overwritten."""
         if self.session.is_open:
             self.session.before_update(receive=False, of_gradients=True)
 
     def after_update(self, tokens: Deferred[StepTokens], *, updated: bool = True) -> StepRecord:
-        """The newest step is final: books its tokens and begins the next checkpoint, or continues the replay.
+        """Books the tokens of the newest step, which is final, and begins a checkpoint; or continues the replay.
 
         Args:
-            tokens: See ``CheckpointSession.after_update``.
+            tokens: As of ``CheckpointSession.after_update``.
             updated: Likewise.
 
         Raises:
             ReplayDivergedError: The replayed step differs from the recorded one.
         """
         self.lifecycle.move(Action.STEP, "after_update()")
-        step, tokens = self._host.step, self._boosted(tokens, updated=updated)
+        step = self._host.step
+        if self.boost is not None:
+            tokens = self.boost.step_ends(tokens, applied=updated)
         if self.restored is not None and self.restored.plain:
             self.restored = replace(self.restored, plain={})
         if self.replaying is not None:
@@ -346,15 +358,13 @@ class Driver:
         return self.last
 
     def count(self, tokens: Deferred[StepTokens], *, updated: bool) -> None:
-        """Counts the newest step, after whose update training stops, so that ``survive`` seals it."""
-        tokens = self._boosted(tokens, updated=updated)
+        """Counts the newest step, after whose update training stops, so that ``survive`` can seal it."""
+        if self.boost is not None:
+            tokens = self.boost.step_ends(tokens, applied=updated)
         self.session.stops_after(self._host.step, tokens, self._capture, updated=updated)
 
-    def _boosted(self, tokens: Deferred[StepTokens], *, updated: bool) -> Deferred[StepTokens]:
-        return tokens if self.boost is None else self.boost.step_ends(tokens, applied=updated)
-
     def _capture(self, *, described: bool = False) -> Mapping[str, Any]:
-        """Returns what ``Host.capture`` gives, with what guests add."""
+        """Returns the plain state: that of ``Host.capture``, with entries of guests."""
         captured = self._host.capture(described=described)
         return captured if self.boost is None else {**self.boost.captured(), **captured}
 
@@ -368,13 +378,13 @@ class Driver:
             self.session.tier.left_slots.step_replayed(equal=equal)
             if self.localized is not None and not equal:
                 self.localized.diverged()
-        local = self.localized if self.is_in_part else None
+        local = self.localized if self.is_localized else None
         replaying.count(tokens)
         if replaying.done:
             if local is None and not replaying.routes_alike(self.comm):
                 self.say.routed_otherwise(*replaying.steps)
             self.replaying = None
-            if self.restored is not None:  # what has read the window holds its memory
+            if self.restored is not None:  # the reader of the window holds memory
                 self.restored = replace(self.restored, replay=None)
             self.lifecycle.move(Action.REPLAYED, "replay")
         if local is not None:
@@ -388,22 +398,27 @@ class Driver:
         return self.last
 
     def _capture_of(self, restored: Restored) -> Callable[[], Mapping[str, Any]]:
-        """Returns a capture of the restored plain state, for a run that trains no more: its loops may not have
-        started."""
+        """Returns a function that captures the restored plain state, for a run that trains no more.
+
+        The framework's own loops may not have started, and would capture another state.
+        """
         plain = restored.plain
         return (lambda: plain) if restored.manifest.world_size == self.comm.world_size else self._capture
 
     def save(self, *, wait: bool) -> bool:
-        """Saves everything as of the newest step, whatever the policy, unless the newest checkpoint is just that.
+        """Saves a complete checkpoint of the newest step, whatever the policy, unless there is one.
+
+        Args:
+            wait: Wait until it is committed.
 
         Returns:
-            Whether there is one (``wait``: committed); False in a replay, and right after one of some stages only.
+            Whether there is one; False in a replay, and right after a replay of some stages only.
 
         Raises:
             SaveFailedError: It could not be committed, or not in time.
         """
-        if self.replaying is not None or (self.is_in_part and self.restored_step == self._host.step):
-            return False  # the latter: ranks that kept that step do not come by here
+        if self.replaying is not None or (self.is_localized and self.restored_step == self._host.step):
+            return False  # ranks that kept that step make no such call
         self.lifecycle.require(Action.SAVE, "save()")
         with nullcontext() if self.survivors is None else self.survivors.booking(ended=False):
             self.session.save_complete(self._host.step, self._capture)
@@ -415,31 +430,32 @@ class Driver:
     # --- once, at the end ---
 
     def catch_up(self) -> None:
-        """Training ended: completes ``last`` with what the ranks agreed on."""
+        """Receives the last agreement of the ranks, when training ended, and completes ``last``."""
         self.lifecycle.require(Action.FINISH, "finish()")
         with nullcontext() if self.survivors is None else self.survivors.booking(ended=False):
             self.last = self.last and self.session.catch_up(self.last)
 
     def finish(self, *, moved: bool, ended: bool = True, save: bool = True) -> None:
-        """Training ended well: saves a complete last checkpoint, and waits for it.
+        """Saves a complete last checkpoint after training ended without an error, and waits for it.
 
-        A run that resumed at its last step and trained no more saves that state, too, if storage lacks it: memory, from
-        which it came, is released at the end; or some experts are older, and no checkpoint records their lost tokens.
+        A run that resumed at its last step and did not train further saves that state, too, if storage lacks it: it
+        came from memory, which is released at the end; or some experts are older, and no checkpoint records their lost
+        tokens.
 
         Args:
-            moved: Steps were done in this process, so that there is something to save.
+            moved: Steps were done in this process.
             ended: The run may be finished; the host says whether and how.
-            save: False to leave the checkpoints that there are, as the newest step's state is gone.
+            save: False if the newest step's state is gone, so that no checkpoint can be made.
 
         Raises:
-            SaveFailedError: It could not be committed.
+            SaveFailedError: The checkpoint could not be committed.
         """
         self.lifecycle.move(Action.FINISH, "finish()")
         if self.survivors is not None:
             self.survivors.enter(Moment.UNKNOWN)
             self.survivors.end()
-        window = self.replaying  # memory holds no state that ever was
-        unsaved = moved or self.is_in_part  # no checkpoint holds what ranks reached apart
+        window = self.replaying  # then the model holds no complete state of the run
+        unsaved = moved or self.is_localized  # no checkpoint holds what ranks reached apart
         capture: Callable[[], Mapping[str, Any]] = self._capture
         if not unsaved and self.restored is not None and self.restored.is_unsaved:
             unsaved, capture = True, self._capture_of(self.restored)
@@ -462,15 +478,18 @@ class Driver:
             write_finished(storage, newest, *end)
 
     def survive(self, why: BaseException | str) -> None:
-        """Training stops at a failure: seals the newest step in memory that outlives the process, before ``close``.
+        """Seals the newest step in memory that outlives the process, after a failure of training, before ``close``.
 
         Does nothing without such memory, in the middle of an update, in a replay, or a second time. Never raises.
+
+        Args:
+            why: The error, or a text for messages.
         """
         if self.survivors is not None and self.lifecycle.state is State.TRAINING:
             self.survivors.survive(why if isinstance(why, str) else type(why).__name__)
 
     def note(self, moment: Moment) -> None:
-        """Sets the iteration's phase, where the adapter knows more than ``before_update`` and ``after_update`` do."""
+        """Sets the moment of the iteration, if the adapter knows more than ``before_update`` and ``after_update``."""
         if self.survivors is not None and self.lifecycle.state is State.TRAINING:
             self.survivors.enter(moment)
 
@@ -484,11 +503,11 @@ class Driver:
         self._close_guests()
         if self.replaying is not None:
             self.replaying.close()
-        self.last = self.last and self.session.completed(self.last)  # with the failures that ended training
+        self.last = self.last and self.session.completed(self.last)  # with failures up to the end of training
         self.session.close(timeout_secs)
 
     def _close_guests(self) -> None:
-        """Takes the hooks of guests away. Safe to call twice."""
+        """Removes the hooks of guests. Safe to call twice."""
         for guest in (self.boost, self.gradients):
             if guest is not None:
                 guest.close()
@@ -501,12 +520,13 @@ def close_guarded(
 ) -> None:
     """Closes a checkpoint after a failure, while the monitor of an in-process restart may interrupt this thread.
 
-    The monitor may be faster than the guard. It interrupts only once for its soft_timeout, so the second attempt ends.
+    The monitor may be faster than the guard. It interrupts only once within its soft_timeout, so a second attempt
+    succeeds.
 
     Args:
         guard: Keeps the monitor from interrupting a block.
         close: Of the checkpoint.
-        error: That ended training.
+        error: The one that ended training.
     """
     try:
         with guard():

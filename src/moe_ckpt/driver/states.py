@@ -1,4 +1,4 @@
-"""Where a run stands, and what may be asked of it there: a transition table, as data.
+"""The states of a run, and the actions that each allows: a transition table, as data.
 
 ::
 
@@ -29,7 +29,7 @@ class State(Enum):
 
 
 class Moment(Enum):
-    """Moment of an iteration: its value says what parameters and optimizer state are."""
+    """Moment of an iteration; the value says of which step parameters and optimizer state are."""
 
     UNKNOWN = "no state of this life, or callbacks may have put other weights in"
     RESTING = "those of the newest step"
@@ -72,10 +72,10 @@ TRANSITIONS: Mapping[State, Mapping[Action, State]] = {
     State.ENDED: {Action.CLOSE: State.ENDED},
     State.CLOSED: {Action.CLOSE: State.CLOSED},
 }
-"""What may happen in each state, and the state after it."""
+"""For each state the actions that it allows, and the state after each of them."""
 
 Advice = Mapping[State, str]
-"""For each state in which an adapter may be called too early or too late: what was left out or done, and what to do."""
+"""For states in which an adapter may be called too early or too late: which call was forgotten or made, and advice."""
 
 
 class Lifecycle:
@@ -95,21 +95,21 @@ class Lifecycle:
         return self.state in (State.TRAINING, State.REPLAYING)
 
     def allows(self, event: Action) -> bool:
-        """Returns whether this may happen now."""
+        """Returns whether the state allows this action."""
         return event in TRANSITIONS[self.state]
 
     def require(self, event: Action, call: str) -> None:
         """Raises ``ConfigError`` unless ``event`` may happen now.
 
         Args:
-            event: What is asked for.
-            call: By which call, for the message.
+            event: The action.
+            call: The function that was called, for the message.
         """
         if event not in TRANSITIONS[self.state]:
             advice = self._advice.get(self.state, "it cannot be called now")
             raise ConfigError(f"{call}: {advice} ({self.state.value})")
 
     def move(self, event: Action, call: str) -> None:
-        """``event`` happens. Raises as ``require``."""
+        """Changes the state by an action. Raises as ``require``."""
         self.require(event, call)
         self.state = TRANSITIONS[self.state][event]

@@ -1,4 +1,4 @@
-"""The run of a torch module, whichever loop trains it: how it is opened, and how its state is loaded."""
+"""Opens the store of a run that trains a torch module, and loads the module's state, whichever loop trains it."""
 
 from __future__ import annotations
 
@@ -45,18 +45,18 @@ def open_torch(
         module: The model, without wrappers of data parallelism.
         state: Of the model and its optimizers.
         passes: Tells which forward passes are training's.
-        on_device: A GPU computes.
+        on_device: Training runs on a GPU.
         no_boost: Why no layer can take a capacity boost; None if layers can.
         **rest: Further arguments of ``Driver.open``.
 
     Raises:
-        ConfigError: The policy cannot serve the model; else as ``CheckpointSession.open``.
+        ConfigError: The policy does not suit the model; else as ``CheckpointSession.open``.
     """
     options, needs, stopwatch = driver.options, driver.options.needs, driver.stopwatch
     layers = find_moe_layers(module)
     catalog = build_catalog(module, layers)
     options.policy.check(catalog)
-    # Looked for at every update, hence only where experts may come back older.
+    # Costs time at every update, so only if experts may be restored older.
     frozen = FrozenExperts(catalog, partial(state.parameters, described=True)) if needs.partial else None
     soft = needs.popularity == GATE_WEIGHTS
     counter = RoutingCounter(module, layers, soft=soft, frozen=frozen, passes=passes, stopwatch=stopwatch)
@@ -78,7 +78,7 @@ def open_torch(
 
 
 class TorchHost(Host):
-    """The host of a torch model: how the state of model, optimizers and random numbers is loaded.
+    """The host of a torch model: loads the state of model, optimizers and random numbers.
 
     Args:
         module: The model, without wrappers of data parallelism.
@@ -99,17 +99,17 @@ class TorchHost(Host):
     @property
     @abstractmethod
     def _scheduled(self) -> Iterable[Any]:
-        """Returns objects among which learning rate schedules and gradient scalers are."""
+        """Returns objects, among them the learning rate schedules and gradient scalers."""
 
     @abstractmethod
     def _count_from(self, step: int) -> None:
-        """Another host has done ``step`` steps, and nothing was trained here."""
+        """Sets the loop's count to ``step``, the steps that another host has done."""
 
     def advance_counts(self, missed: Mapping[str, int]) -> None:
         self.state.advance_counts(missed)
 
     def load_weights(self, path: str, comm: Communicator) -> LoadedWeights:
-        # Of a LightningModule: if False, names may be missing on either side, as for Lightning's own checkpoints.
+        # An attribute of LightningModule: if False, names may be missing on either side.
         strict = bool(getattr(self.module, "strict_loading", True))
         return load_module_weights(path, self.state, comm, self.module, strict=strict)
 
@@ -125,7 +125,7 @@ class TorchHost(Host):
         return handover, differences
 
     def _load_model(self, plain: Mapping[str, Any], path: str) -> None:
-        """Loads what is no tensor of model and optimizers, and the random numbers.
+        """Loads the plain state of model and optimizers, and takes the random numbers.
 
         Args:
             plain: This rank's plain state.
@@ -133,7 +133,7 @@ class TorchHost(Host):
         """
         with loading_state("the model and its optimizers", path):
             self.state.load_plain(plain["plain"])
-        self.generators.take(plain["rng"])
+        self.generators.schedule(plain["rng"])
 
     def repeated(self, before: Mapping[str, Any], recorded: Mapping[str, Any]) -> Iterable[Repeated]:
         return _REPEATED

@@ -93,8 +93,8 @@ class Restart:
         Raises:
             UnsupportedError: It is something else.
         """
-        sealing: Any = getattr(checkpoint, "current_fit", checkpoint)
-        if not all(hasattr(sealing, name) for name in ("survivors", "finish", "close")):
+        sealing: Any = checkpoint
+        if not all(hasattr(checkpoint, name) for name in ("survivors", "close")):
             raise UnsupportedError(
                 f"restart.keeping({type(checkpoint).__name__}): give the result of megatron.attach, or a MoECheckpoint "
                 "callback. Megatron-LM's own loop makes process groups and handles exceptions itself: start it with "
@@ -103,7 +103,8 @@ class Restart:
         self._sealing = sealing
         try:
             yield
-            sealing.finish()
+            if hasattr(sealing, "finish"):  # Lightning's Trainer has called the hooks that finish a run
+                sealing.finish()
         except BaseException as error:
             close_guarded(self._call.atomic, sealing.close, error)
             raise

@@ -1,4 +1,4 @@
-"""The place of a live Megatron parameter's memory in the model's tensors, under any parallel layout.
+"""Computes the place of a Megatron parameter's memory in the model's tensors, under any parallel layout.
 
 A checkpoint has *whole* tensors under names that do not depend on the layout: one per expert and matrix, in the
 orientation of ``SequentialMLP`` and Transformer Engine. A rank may hold a block of rows or columns (tensor
@@ -9,7 +9,7 @@ array whose axes run along axes of a whole tensor, in segments. Pure arithmetic,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from math import prod
@@ -19,7 +19,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class AxisSegment:
-    """Indices ``[start, stop)`` of an axis in memory, which begin at ``at`` along an axis of the whole tensor."""
+    """Indices ``[start, stop)`` of an axis in memory; in the whole tensor the segment begins at index ``at``."""
 
     start: int
     stop: int
@@ -107,9 +107,9 @@ def placed_blocks(part: BlockPart, start: int, stop: int) -> Iterator[Placed]:
 
 
 def _runs(shape: Shape, start: int, stop: int) -> Iterator[tuple[int, Shape, Shape]]:
-    """Yields (first element, corner, shape) of row-major blocks that tile the flat range of an array, in order.
+    """Yields (first element, corner, shape) of row-major blocks that tile a flat range of an array, in order.
 
-    They are a ragged first row, whole rows and a ragged last row; ragged rows are divided in the same way.
+    They are a ragged first row, whole rows and a ragged last row. Ragged rows are divided in the same way.
     """
     if not shape:
         yield 0, (), ()
@@ -128,15 +128,15 @@ def _runs(shape: Shape, start: int, stop: int) -> Iterator[tuple[int, Shape, Sha
 
 
 def _inner(shape: Shape, index: int, start: int, stop: int) -> Iterator[tuple[int, Shape, Shape]]:
-    """Yields the same for a range within row ``index``."""
+    """Yields as ``_runs`` for a range within row ``index``."""
     for first, corner, size in _runs(shape[1:], start, stop):
         yield index * prod(shape[1:]) + first, (index, *corner), (1, *size)
 
 
 def _split(part: BlockPart, first: int, corner: Shape, shape: Shape) -> Iterator[Placed]:
-    """Yields one block of memory, cut where the segments of its axes end."""
+    """Yields the parts of one block of memory, which is cut where segments of its axes end."""
     cuts = [_overlaps(axis, low, low + size) for axis, low, size in zip(part.axes, corner, shape, strict=True)]
-    order = _permutation(part.axes)
+    order = tuple(sorted(range(len(part.axes)), key=lambda axis: part.axes[axis].target))
     for chosen in product(*cuts):
         narrow = tuple((low - begin, length) for (low, length, _), begin in zip(chosen, corner, strict=True))
         yield Placed(
@@ -157,8 +157,3 @@ def _overlaps(axis: Axis, start: int, stop: int) -> list[tuple[int, int, int]]:
         if low < high:
             overlaps.append((low, high - low, segment.at + low - segment.start))
     return overlaps
-
-
-def _permutation(axes: Sequence[Axis]) -> Shape:
-    """Returns the memory axis of each axis of the whole tensor."""
-    return tuple(sorted(range(len(axes)), key=lambda axis: axes[axis].target))

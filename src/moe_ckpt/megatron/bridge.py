@@ -10,7 +10,6 @@ It imports nothing of Megatron-Bridge, which takes any object with methods of it
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
 import logging
 import os
@@ -24,7 +23,7 @@ from moe_ckpt.driver.run import CLOSE_SECS
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.megatron.checkpoint import MegatronCheckpoint, megatron_options
 from moe_ckpt.megatron.loop import Progress
-from moe_ckpt.megatron.script import counters_of, give_generators, rerun_machine, set_counters
+from moe_ckpt.megatron.script import calculator, counters_of, give_generators, rerun_machine, set_counters
 from moe_ckpt.megatron.world import is_rank_zero
 from moe_ckpt.notices import announce
 from moe_ckpt.policies.base import Policy
@@ -56,7 +55,7 @@ class MoECheckpointCallback:
         **options: See ``moe_ckpt.run.options.Options``.
 
     Attributes:
-        checkpoint: What drives the run; None until Bridge has built the model.
+        checkpoint: The result of ``attach``; None until Bridge has built the model.
 
     Raises:
         ConfigError: Options contradict each other.
@@ -118,10 +117,9 @@ class MoECheckpointCallback:
         ckpt, settings, position = self._attached, context.state.cfg, context.state.train_state
         if not ckpt._host.loop.is_updating:  # the rerun machine ends the job, and no update was made
             return
-        calculator = importlib.import_module("megatron.core.num_microbatches_calculator")
-        iteration, batch = position.step + 1, calculator.get_current_running_global_batch_size()
+        iteration, batch = position.step + 1, calculator().get_current_running_global_batch_size()
         counters = _counters(position)
-        counters["skipped_train_samples"] += calculator.get_current_global_batch_size() - batch
+        counters["skipped_train_samples"] += calculator().get_current_global_batch_size() - batch
         if _is_validated(settings.validation, iteration, is_on=position.do_valid):
             rounds = settings.validation.eval_iters
             counters["consumed_valid_samples"] += rounds * settings.validation.eval_global_batch_size
@@ -153,21 +151,19 @@ class MoECheckpointCallback:
     def _run(self, train: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
             return train(*args, **kwargs)
-        except SystemExit as error:
-            if not _is_raised_by(inspect.unwrap(train).__code__, error.__traceback__):  # on this rank alone
-                self._attached.close(CLOSE_SECS, error)
-                raise
-            self._attached.finish(ended=False)  # a signal, a time limit or an interval: another job continues
-            raise
         except BaseException as error:
-            self._attached.close(CLOSE_SECS, error)
+            code = inspect.unwrap(train).__code__
+            if isinstance(error, SystemExit) and _is_raised_by(code, error.__traceback__):
+                self._attached.finish(ended=False)  # a signal, a time limit or an interval: another job continues
+            else:  # also an exit of this rank alone
+                self._attached.close(CLOSE_SECS, error)
             raise
 
 
 def _enclose_next_call(name: str, function: str, around: Callable[..., Any]) -> None:
-    """Lets ``around(function, ...)`` stand for the next call of a module's global function, if Bridge is imported.
+    """Replaces the next call of a module's global function by ``around(function, ...)``, if Bridge is imported.
 
-    In a loop of the user's own, which fires the events itself, it is not.
+    It is not in a loop of the user's own that fires the events itself.
     """
     module: Any = sys.modules.get(name)
     original = getattr(module, function, None)
@@ -199,7 +195,7 @@ def _is_validated(validation: Any, iteration: int, *, is_on: bool) -> bool:
 
 
 def _discard_tokens_of_reruns(ckpt: MegatronCheckpoint) -> None:
-    """Lets tokens of a pass that Megatron's rerun machine repeats count once."""
+    """Makes tokens count once if Megatron's rerun machine repeats a forward pass."""
     machine = rerun_machine()
     asked = type(machine).should_run_forward_backward.__get__(machine)
 
@@ -213,7 +209,7 @@ def _discard_tokens_of_reruns(ckpt: MegatronCheckpoint) -> None:
 
 
 def _is_raised_by(code: CodeType, trace: TracebackType | None) -> bool:
-    """Returns whether an error was raised in a function itself, and not in what it called."""
+    """Returns whether a function itself raised the error, and not a function that it called."""
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     return trace is not None and trace.tb_frame.f_code is code

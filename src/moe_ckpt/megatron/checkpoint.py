@@ -20,7 +20,7 @@ from moe_ckpt.errors import ConfigError, UnsupportedError
 from moe_ckpt.megatron.host import MegatronHost, all_stateful, unmoved_by_captures
 from moe_ckpt.megatron.inventory import chunks_of, take_inventory, unwrapped
 from moe_ckpt.megatron.loop import FirstForward, Progress, StepWatch
-from moe_ckpt.megatron.optimizers import ask_ahead, require_quiet_weights
+from moe_ckpt.megatron.optimizers import exchange_norm_groups, require_weights_gathered
 from moe_ckpt.megatron.routing import RouterCounter
 from moe_ckpt.megatron.training_state import MegatronTrainingState
 from moe_ckpt.megatron.world import local_ranks, require_groups
@@ -95,7 +95,7 @@ class MegatronCheckpoint(AttachedCheckpoint):
         dirpath: Directory or URL of the store.
         metrics: The torchmetrics of ``moe_ckpt.metrics`` for this rank in this process, updated at each step; None if
             torchmetrics is not installed.
-        stopwatch: Counts how long this keeps the training thread.
+        stopwatch: Counts how long checkpointing keeps the training thread.
         upstream: Logs the messages over the boundaries of this rank's stage; None without
             ``Memory(upstream_bytes=...)``.
 
@@ -118,9 +118,9 @@ class MegatronCheckpoint(AttachedCheckpoint):
     ) -> None:
         require_groups()
         chunks, objects = chunks_of(model_chunks), all_stateful(scheduler, stateful)
-        ask_ahead(optimizer)
+        exchange_norm_groups(optimizer)
         if options.needs.windows or options.needs.gradients:
-            require_quiet_weights(optimizer)
+            require_weights_gathered(optimizer)
         inventory = take_inventory(chunks)
         super().__init__(MegatronHost(chunks, inventory, optimizer, objects, options, count_update), options)
         state, comm = self._host.state, make_communicator(options.timeout_secs, late=torch.cuda.is_available())
@@ -184,7 +184,7 @@ class MegatronCheckpoint(AttachedCheckpoint):
         self._chunks = chunks
 
         def reduces() -> None:
-            """Nothing changes weights yet: gradients are reduced over ranks first, where a peer may be missed."""
+            """Runs before gradients are reduced over ranks, where a peer may be missing. Weights do not change yet."""
             self.before_step()
             self._driver.note(Moment.REDUCING)
 
@@ -213,7 +213,7 @@ class MegatronCheckpoint(AttachedCheckpoint):
         the loop computes the steps up to its last again, exactly.
 
         Args:
-            otherwise: Called on all ranks if no checkpoint is loaded: loads the state that the run starts with, for
+            otherwise: Called on all ranks if no checkpoint is loaded: loads the state with which the run starts, for
                 instance by ``import_torch_dist``, and returns its position. None to start with the model as it is.
 
         Raises:
@@ -223,9 +223,9 @@ class MegatronCheckpoint(AttachedCheckpoint):
         loop = self._host.loop
 
         def begin(load: Callable[[], Progress]) -> None:
-            loop.stand_at(load())
+            loop.begin_at(load())
             if loop.begun_at.restored:
-                self._host.generators.take()
+                self._host.generators.schedule()
 
         self._driver.resume(None if otherwise is None else functools.partial(begin, otherwise))
         if self.upstream is not None:
@@ -234,9 +234,9 @@ class MegatronCheckpoint(AttachedCheckpoint):
         return loop.begun_at
 
     def begin_training(self) -> None:
-        """The second phase of ``resume``: restores the random number generators.
+        """Restores the random number generators: the second phase of ``resume``.
 
-        Called by a hook before the first training forward pass. Call it earlier if the first iteration draws random
+        A hook calls it before the first training forward pass. Call it earlier if the first iteration draws random
         numbers before that, as a dataset may when it is read. Later calls do nothing.
 
         Raises:
@@ -250,10 +250,10 @@ class MegatronCheckpoint(AttachedCheckpoint):
             self._first.close()
         if self.upstream is not None:
             self.upstream.boundary.begin()
-        if self._driver.replaying is not None and not self._driver.is_in_part:
+        if self._driver.replaying is not None and not self._driver.is_localized:
             self._driver.replaying.begin()
-        generators.put_back()
-        generators.note()
+        generators.restore_scheduled()
+        generators.record()
         # Pipeline stages arrive one after the other, so none may wait for the others here.
         self._driver.begin(new=self._driver.restored_step is None, wait=False)
 
@@ -286,7 +286,7 @@ class MegatronCheckpoint(AttachedCheckpoint):
         self.begin_training()
 
     def _stepped(self) -> None:
-        """After ``optimizer.step()``: in a replay, loads the window's weights, which a validation may read."""
+        """Runs after ``optimizer.step()``. In a replay it loads the window's weights, which a validation may read."""
         if self._driver.replaying is not None:
             self._driver.replaying.put_back(self.iteration + 1)
         if self._driver.gradients is not None:
@@ -333,7 +333,7 @@ class MegatronCheckpoint(AttachedCheckpoint):
     ) -> None:
         """Counts an iteration that consumed data, but computed and changed nothing; call it instead of ``after_step``.
 
-        It gets no checkpoint; the checkpoint of the next iteration includes its data position.
+        The iteration gets no checkpoint; that of the next one includes its position in the data.
 
         Args:
             iteration: As of ``after_step``.
@@ -349,19 +349,16 @@ class MegatronCheckpoint(AttachedCheckpoint):
         if self._driver.replaying is not None:
             self._driver.replaying.skip(iteration)
         self._host.loop.skip(iteration, consumed_samples, counters, updated=has_updated(self))
-        self._host.generators.note()
+        self._host.generators.record()
         if self.upstream is not None:
             self.upstream.step_begins(iteration + 1)
 
     @timed
     def discard_tokens(self) -> None:
-        """Forgets the tokens routed since the last iteration, when Megatron's rerun machine repeats a forward pass."""
+        """Discards the tokens routed since the last iteration, if Megatron's rerun machine repeats a forward pass."""
         self._counter.discard()
         if self._driver.boost is not None:
             self._driver.boost.discard()
-
-    def _require_counted(self, call: str) -> None:
-        self._host.loop.require_counted(call, saves=not self.replaying)
 
     def _leave_peers(self) -> None:
         if self.upstream is not None:
@@ -430,10 +427,10 @@ def end_iteration(
     *,
     updated: bool,
 ) -> Deferred[StepTokens]:
-    """Counts an iteration that is over. Returns the tokens that this rank routed in it."""
+    """Counts an iteration that is over, and returns the tokens that this rank routed in it."""
     ckpt._watch.iteration_ends(ckpt._driver.options)
-    ckpt._host.loop.step(iteration, consumed_samples, counters)
-    ckpt._host.generators.note()
+    ckpt._host.loop.count_update(iteration, consumed_samples, counters)
+    ckpt._host.generators.record()
     tokens = ckpt._counter.take(iteration if updated and not ckpt.replaying else None)
     return tokens.then(lambda routed: routed.of_iteration(updated))
 

@@ -115,7 +115,7 @@ def runs_on_samples() -> bool:
 
 @contextmanager
 def changed(target: Any, **values: Any) -> Iterator[None]:
-    """Sets those attributes that ``target`` has to other values until the block ends."""
+    """Sets attributes of ``target`` to other values until the block ends. Those that it lacks are left out."""
     old = {name: getattr(target, name) for name in values if hasattr(target, name)}
     for name in old:
         setattr(target, name, values[name])

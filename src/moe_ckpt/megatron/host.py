@@ -1,4 +1,4 @@
-"""``driver.host.Host`` of a Megatron training loop: its iteration, its plain state, and how that is restored."""
+"""The host of a Megatron training loop: its iteration, and its plain state, read and restored."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ _REPEATED: tuple[Repeated, ...] = (
 class MegatronHost(LoopHost):
     """One training loop. Arguments: as of ``MegatronCheckpoint``; ``inventory`` is that of ``chunks``."""
 
-    unit, framework, attach = "iteration", "Megatron", "megatron.attach"
+    framework, attach = "Megatron", "megatron.attach"
+    loop: Loop
 
     def __init__(
         self,
@@ -56,24 +57,15 @@ class MegatronHost(LoopHost):
         options: Options,
         count_update: Callable[[], bool],
     ) -> None:
-        super().__init__(stateful)
+        super().__init__(stateful, Loop())
         self._count_update = count_update
         self.state = MegatronTrainingState(inventory, optimizer)
-        self.loop = Loop()
         self.generators = Generators(capture_generators, restore_generators)
         self._options = options
         self._optimizer = optimizer
         self._settings = functools.partial(configured, optimizer, stateful)
         self._configured: _Plain = self._settings() | {RESTING: self.state.trained.resting()}
         self._layout, self._architecture = layout(chunks), architecture(chunks[0])
-
-    @property
-    def step(self) -> int:
-        return self.loop.iteration
-
-    @property
-    def moved(self) -> bool:
-        return self.loop.moved
 
     def admits(self, manifest: Manifest, plain: _Plain) -> None:
         """Raises also for a window or a gradient log of another layout."""
@@ -91,7 +83,7 @@ class MegatronHost(LoopHost):
             )
 
     def load(self, restored: Restored) -> tuple[Sequence[Change], str | None]:
-        """Restores all but tensors and random numbers. Buffers of layers that other ranks held are in their files.
+        """Restores everything but tensors and random numbers. Buffers that other ranks held are in their files.
 
         Raises:
             ConfigError: The checkpoint is of a run with other buffers.
@@ -103,14 +95,14 @@ class MegatronHost(LoopHost):
             stored = stored | {"buffers": all_buffers(reader, restored.manifest, self.state.buffers)}
         with loading_state("the model and its optimizer", restored.path):
             self.state.load_plain(stored)
-        # After the optimizer, as Megatron does: a schedule that overrides the checkpoint's writes its rates there.
+        # After the optimizer, as in Megatron: a schedule that overrides the checkpoint's writes its rates there.
         restore_stateful(self.stateful, plain["stateful"], restored.path)
-        if follows(self.stateful.get(SCHEDULER), plain["stateful"].get(SCHEDULER)):
-            # The loop may have changed what the schedule wrote, and loading has written that once more.
+        if is_same_schedule(self.stateful.get(SCHEDULER), plain["stateful"].get(SCHEDULER)):
+            # The loop may have changed the schedule's values since, and loading has written these again.
             with loading_state("the hyperparameters of the optimizer", restored.path):
                 write_settings(self._optimizer, stored["optimizer"]["groups"])
         iteration, consumed, counters = plain["iteration"], plain["consumed_samples"], plain["counters"]
-        self.loop.stand_at(Progress(int(iteration), int(consumed), restored=True, counters=counters))
+        self.loop.begin_at(Progress(int(iteration), int(consumed), restored=True, counters=counters))
         inexact, trained = other_layout(plain["layout"], self._layout), self.state.trained
         resting = trained.resting()
         before = plain["configured"]
@@ -118,17 +110,17 @@ class MegatronHost(LoopHost):
             changed = changes(before, self._configured, self._settings())
         if inexact is None:
             trained.rest(stored[RESTING])
-            if list(before[RESTING]) != list(resting):  # else training has come to it
+            if list(before[RESTING]) != list(resting):  # else training itself has changed it
                 changed += trainable_changes(trained.resting(), resting)
             self._configured = before
-            self.generators.take(plain["rng"])
-        return changed, inexact  # on another layout the random numbers are of no rank here
+            self.generators.schedule(plain["rng"])
+        return changed, inexact  # on another layout no rank here has these random numbers
 
     def load_weights(self, path: str, comm: Communicator) -> LoadedWeights:
-        if self.loop.iteration:
+        if self.step:
             raise ConfigError(
                 f"megatron.attach(weights_from={path!r}) and what was given to resume(otherwise=...), which starts at "
-                f"iteration {self.loop.iteration}, contradict each other: give one of them"
+                f"iteration {self.step}, contradict each other: give one of them"
             )
         return self.state.load_weights(path, comm)
 
@@ -139,10 +131,10 @@ class MegatronHost(LoopHost):
 
     def capture(self, *, described: bool = False) -> dict[str, Any]:
         if self.generators.state is None:
-            self.generators.note()
+            self.generators.record()
         return {
             "framework": "megatron",
-            "iteration": self.loop.iteration,
+            "iteration": self.step,
             "consumed_samples": self.loop.consumed_samples,
             "counters": self.loop.counters,
             "layout": self._layout,
@@ -160,7 +152,7 @@ class MegatronHost(LoopHost):
 def idle_generators(before: Mapping[str, Any], after: Mapping[str, Any]) -> frozenset[str]:
     """Returns names of the generators that a recorded step did not use, so that a replay need not compare them.
 
-    This can be torch's on the CPU, where a GPU computes: only the making of data iterators draws from it, which comes
+    With a GPU this may be torch's generator of the CPU: only the making of data iterators draws from it, which happens
     at other times after a restart.
 
     Args:
@@ -171,7 +163,7 @@ def idle_generators(before: Mapping[str, Any], after: Mapping[str, Any]) -> froz
 
 
 def other_layout(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    """Returns what is inexact because degrees of parallelism differ from the checkpoint's; None if none do."""
+    """Says what is inexact because degrees of parallelism differ from the checkpoint's; None if none do."""
     differing = _differing(saved, now, "{name} {there}, now {here}")
     if not differing:
         return None
@@ -192,7 +184,11 @@ def _differing(saved: Mapping[str, Any], now: Mapping[str, Any], text: str) -> l
 def capture_generators() -> dict[str, Any]:
     """Returns the states of Python's, numpy's and torch's generators, and of Megatron's tracker."""
     tracker = megatron_core().rng_tracker()
-    return capture_rng() | {"tracker": {name: _state(state) for name, state in tracker.get_states().items()}}
+    states = {  # trackers for CUDA graphs hold generators instead
+        name: state.get_state() if isinstance(state, torch.Generator) else state
+        for name, state in tracker.get_states().items()
+    }
+    return capture_rng() | {"tracker": states}
 
 
 def restore_generators(stored: Mapping[str, Any]) -> None:
@@ -236,13 +232,8 @@ def unmoved_by_captures() -> Iterator[None]:
         yield
 
 
-def _state(state: Any) -> torch.Tensor:
-    """Returns a state; trackers for CUDA graphs hold generators instead."""
-    return state.get_state() if isinstance(state, torch.Generator) else state
-
-
 def all_stateful(scheduler: Stateful | None, stateful: Mapping[str, Stateful]) -> dict[str, Stateful]:
-    """Returns what is saved beside model and optimizer, by name. Raises ``ConfigError`` if two have one name."""
+    """Returns the scheduler and ``stateful`` in one dict. Raises ``ConfigError`` if two have the same name."""
     if scheduler is not None and SCHEDULER in stateful:
         raise ConfigError(
             "megatron.attach was given a scheduler and stateful={'scheduler': ...}: one would replace the other. Give "
@@ -271,11 +262,11 @@ def restore_stateful(stateful: Mapping[str, Stateful], stored: Mapping[str, Any]
     for name, target in stateful.items():
         is_schedule = any(kind.__name__ == "OptimizerParamScheduler" for kind in type(target).__mro__)
         with loading_state(f"{name} ({type(target).__name__})", path, _OTHER_SCHEDULE if is_schedule else ""):
-            if is_schedule:  # adds the steps that it is given to its own, which Megatron-LM's --load has set already
+            if is_schedule:  # it adds the loaded steps to its own, which Megatron-LM's --load may have set already
                 target.num_steps = 0  # type: ignore[attr-defined]
             target.load_state_dict(stored[name])
 
 
-def follows(scheduler: Stateful | None, stored: Mapping[str, Any] | None) -> bool:
-    """Returns whether the schedule is the checkpoint's, and no other one that this run has set."""
+def is_same_schedule(scheduler: Stateful | None, stored: Mapping[str, Any] | None) -> bool:
+    """Returns whether a schedule that was loaded has the checkpoint's settings, and not other ones of this run."""
     return scheduler is not None and stored is not None and same_plain(dict(scheduler.state_dict()), dict(stored))

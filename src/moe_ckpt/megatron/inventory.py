@@ -1,4 +1,4 @@
-"""The part of the model that this rank holds: each parameter of its chunks, under a name that no layout changes.
+"""Lists the part of the model that this rank holds: each parameter of its chunks, under names independent of layout.
 
 Layers are numbered over all pipeline stages, experts over all expert-parallel ranks. Each expert's matrices are tensors
 of their own (``decoder.layers.3.mlp.experts.5.linear_fc1.weight``), so that ``SequentialMLP``, ``GroupedMLP`` and
@@ -23,7 +23,7 @@ from moe_ckpt.megatron.compat import megatron_core
 from moe_ckpt.megatron.world import Owner
 
 TIED = "embedding.word_embeddings.weight"
-"""Name of the last stage's copy of a tied embedding, too."""
+"""Name of the word embedding; also of its copy on the last stage, where it is the tied output layer."""
 INTERLEAVED, INTERLEAVED_SHARED = "moe_mlp_glu_interleave_size", "moe_shared_expert_glu_interleave_size"
 """Options, since megatron-core 0.18, under which gate and up of grouped and of shared experts alternate in blocks."""
 
@@ -36,7 +36,7 @@ _OTHER_WEIGHTS = {
     "moe_single_grouped_weight": ("moe_single_grouped_weight", _GROUPS),
     "moe_single_grouped_bias": ("moe_single_grouped_bias", _GROUPS),
 }
-"""Values of megatron-core 0.19's config under which weights cannot be taken apart -> (the option to set, why)."""
+"""Fields of megatron-core 0.19's config under which weights cannot be divided into tensors -> (option, reason)."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class ModelInventory:
 
     Attributes:
         buffers: By name, those that change results: persistent ones, and those of routers.
-        unread: Parameters that no forward pass reads; none of ``parameters``.
+        unread: Further parameters, which no forward pass reads.
     """
 
     parameters: tuple[LiveParameter, ...]
@@ -135,7 +135,7 @@ def _named(value: Any) -> str:
 
 
 def require_halves(chunks: Sequence[nn.Module]) -> None:
-    """Raises ``UnsupportedError`` where gate and up alternate, which Megatron's own checkpoints take for two halves."""
+    """Raises ``UnsupportedError`` if rows of gate and up alternate: Megatron's checkpoints take them for two halves."""
     for part in (part for live in take_inventory(chunks).parameters for part in live.parts):
         if match := re.search(rf"({INTERLEAVED}|{INTERLEAVED_SHARED})_", part.name):
             raise UnsupportedError(
@@ -156,11 +156,11 @@ _ARCHITECTURE = (
     *("layernorm_epsilon", "gated_linear_unit", "activation_func", "moe_router_topk", "moe_router_score_function"),
     *("moe_router_pre_softmax", "position_embedding_type", "rotary_base", "rotary_interleaved", "rotary_percent"),
 )
-"""Settings that say what a model computes with its tensors, by the names that Megatron has for them."""
+"""Settings that decide what a model computes with its tensors, by Megatron's names."""
 
 
 def architecture(chunk: nn.Module) -> dict[str, Any]:
-    """Returns the settings of the model that its tensors do not show, as plain data: an export compares them."""
+    """Returns settings of the model that do not follow from its tensors, as plain data, for an export."""
     model: Any = unwrapped(chunk)
     settings = {}
     for name in _ARCHITECTURE:
@@ -170,10 +170,10 @@ def architecture(chunk: nn.Module) -> dict[str, Any]:
 
 
 def has_unread(model: Any) -> bool:
-    """Returns whether the last pipeline stage has an output layer that nothing reads; alike on all ranks.
+    """Returns whether the last pipeline stage has an output layer that nothing reads; equal on all ranks.
 
-    With tied embeddings and multi-token prediction that stage holds the embedding, and Megatron takes it in place of
-    the output layer. In a layout of one stage it makes none.
+    With tied embeddings and multi-token prediction that stage holds the embedding, which Megatron uses in place of the
+    output layer. In a layout of one stage there is no output layer.
     """
     config, is_tied = getattr(model, "config", None), getattr(model, "share_embeddings_and_output_weights", False)
     predicts = getattr(config, "mtp_num_layers", None)
@@ -181,7 +181,7 @@ def has_unread(model: Any) -> bool:
 
 
 def _unread(model: Any) -> set[nn.Parameter]:
-    """Returns the output layer's weight where this is such a stage (``has_unread``)."""
+    """Returns the weight of the output layer that ``has_unread`` tells of, if it is on this rank."""
     if has_unread(model) and model.mtp_process and model.post_process and not model.pre_process:
         weight = model.output_layer.weight
         return set() if weight is None else {weight}
@@ -191,7 +191,7 @@ def _unread(model: Any) -> set[nn.Parameter]:
 def _require_known_state(model: nn.Module) -> None:
     """Raises ``UnsupportedError`` for state of modules that is neither parameter nor buffer.
 
-    Transformer Engine's modules have such state: the history of fp8 scaling, which only delayed scaling uses.
+    Transformer Engine's modules may have such state: the history of fp8 scaling, which only delayed scaling uses.
     """
     config: Any = getattr(model, "config", None)
     for name, (option, why) in _OTHER_WEIGHTS.items():
@@ -224,7 +224,7 @@ def _require_current_scaling(config: Any) -> None:
             f"fp8={config.fp8!r} with fp8_recipe={recipe!r} {how} by {history} scale differently. Set fp8_recipe to "
             "'tensorwise', 'blockwise' or 'mxfp8', which scale by the current values."
         )
-    # Of attention's matrices Transformer Engine scales some with a delay whatever the recipe, unless that is mxfp8.
+    # Transformer Engine scales some of attention's matrices with a delay, whatever the recipe, except mxfp8.
     attention = ("fp8_dot_product_attention", "fp8_multi_head_attention")
     for name in (option for option in attention if getattr(config, option, False)):
         switched = "NVTE_DPA_FP8_RECIPE" in os.environ
@@ -252,7 +252,7 @@ def _require_plain(name: str, parameter: nn.Parameter) -> None:
 
 
 class _Chunk:
-    """One model chunk: names in the whole model, and the layout of its parameters, without ``unread`` ones."""
+    """One model chunk: the names in the whole model, and the layout, of its parameters, except ``unread`` ones."""
 
     def __init__(self, model: nn.Module, unread: Collection[nn.Parameter]) -> None:
         core = megatron_core()
@@ -269,24 +269,22 @@ class _Chunk:
         self._moe: dict[str, Any] = {
             name: module for name, module in self._modules.items() if isinstance(module, core.moe_layer)
         }
-        self.layers = {name: self._describe(name, module) for name, module in self._moe.items()}
+        self.layers = {
+            name: FoundMoE(
+                self._name(name),
+                int(module.config.num_moe_experts),
+                int(module.config.moe_router_topk),
+                tuple(int(i) for i in module.local_expert_indices),
+                module.router,
+            )
+            for name, module in self._moe.items()
+        }
         self._require_own_experts()
 
-    def _describe(self, name: str, module: Any) -> FoundMoE:
-        config = module.config
-        return FoundMoE(
-            self._name(name),
-            int(config.num_moe_experts),
-            int(config.moe_router_topk),
-            tuple(int(i) for i in module.local_expert_indices),
-            module.router,
-        )
-
     def _require_own_experts(self) -> None:
-        """Raises ``UnsupportedError`` for a parameter of two experts: one module may be an expert of two layers."""
+        """Raises ``UnsupportedError`` for a parameter of two experts, as where two layers share a module."""
         owners: dict[int, tuple[str, str]] = {}
-        held: Mapping[str, Any] = self._moe
-        for moe, module in held.items():
+        for moe, module in self._moe.items():
             for inner, parameter in module.experts.named_parameters(remove_duplicate=False):
                 first, before = owners.setdefault(id(parameter), (moe, inner))
                 if (first, before) != (moe, inner):
@@ -306,9 +304,12 @@ class _Chunk:
                 yield self._expert_parameter(moe, name, parameter)
                 continue
             tied = name == "output_layer.weight" and getattr(parameter, "shared_embedding", False)
-            whole_name = TIED if tied else self._name(name) + self._interleaving_of_shared(name, parameter)
-            part = BlockPart(whole_name, *self._dense_axes(name, parameter))
-            yield LiveParameter(parameter, (part,), (self._owner(name, whole_name),))
+            interleaving = self._interleaving_of_shared(name, parameter)
+            whole_name = TIED if tied else self._name(name) + interleaving
+            shape, axes = self._dense_axes(name, parameter, is_interleaved=bool(interleaving))
+            router = next((m for m in self._moe if name.startswith(f"{m}.router.")), None)
+            owner = (None, non_expert_group(whole_name)) if router is None else (self._name(router), None)
+            yield LiveParameter(parameter, (BlockPart(whole_name, shape, 0, axes),), (owner,))
 
     def buffers(self) -> Iterator[tuple[str, torch.Tensor]]:
         routers = tuple(f"{name}.router." for name in self._moe)
@@ -323,14 +324,10 @@ class _Chunk:
         best = max((p for p in self._renamed if name == p or name.startswith(f"{p}.")), key=len, default=None)
         return name if best is None else self._renamed[best] + name[len(best) :]
 
-    def _owner(self, name: str, whole_name: str) -> Owner:
-        moe = next((m for m in self._moe if name.startswith(f"{m}.router.")), None)
-        if moe is not None:
-            return self._name(moe), None
-        return None, non_expert_group(whole_name)
-
-    def _dense_axes(self, name: str, parameter: nn.Parameter) -> tuple[tuple[int, ...], int, tuple[Axis, ...]]:
-        """Returns (global shape, 0, axes) of a parameter that is no expert's."""
+    def _dense_axes(
+        self, name: str, parameter: nn.Parameter, *, is_interleaved: bool
+    ) -> tuple[tuple[int, ...], tuple[Axis, ...]]:
+        """Returns (global shape, axes) of a parameter that is no expert's."""
         dim = self._split_dim(name, parameter)
         sharding = Sharding(0, 1) if dim is None else self._dense
         gated = dim is not None and self._is_gated(name, parameter.shape[dim])
@@ -339,12 +336,10 @@ class _Chunk:
                 f"{name} is split over tensor-parallel ranks with stride above 1, so it is not known which rows of the "
                 "whole these are. Use tensor parallelism 1."
             )
-        halves = gated and not self._interleaving_of_shared(name, parameter)
-        shape, axes = sharded(tuple(parameter.shape), dim or 0, sharding, halves)
-        return shape, 0, axes
+        return sharded(tuple(parameter.shape), dim or 0, sharding, gated and not is_interleaved)
 
     def _interleaving_of_shared(self, name: str, parameter: nn.Parameter) -> str:
-        """Returns ``_interleaving`` of a parameter that is no expert's: empty, but for shared experts."""
+        """Returns ``_interleaving`` of a parameter that is no expert's: empty, except for shared experts."""
         unit = name.rpartition(".linear_fc1.")[0]
         if not unit.endswith(".shared_experts") or not self._is_gated(name, len(parameter)):
             return ""
@@ -361,7 +356,7 @@ class _Chunk:
         module, _, leaf = name.rpartition(".")
         if leaf == "softmax_offset":  # one per attention head; nothing on the parameter says that the heads are divided
             return 0
-        # Transformer Engine marks every weight as divided, those too of the layers that Megatron calls "duplicated".
+        # Transformer Engine marks every weight as divided, even in the layers that Megatron calls "duplicated".
         if getattr(self._modules[module], "parallel_mode", "") is None:
             return None
         if not getattr(parameter, "tensor_model_parallel", False):
@@ -375,12 +370,13 @@ class _Chunk:
         return dim if dim >= 0 else None
 
     def _is_gated(self, name: str, rows: int) -> bool:
-        """Returns whether it has the rows of the first matrix of a gated unit, whose halves (gate, up) are each split
-        over ranks. An adapter beside that matrix (PEFT) has them too, or others: those between its own two matrices.
+        """Returns whether a parameter has the rows of a gated unit's first matrix: gate and up, each split over ranks.
+
+        The parameter may be that matrix, its bias, or a matrix of an adapter beside it (PEFT).
 
         Args:
             name: Of the parameter.
-            rows: Of this rank.
+            rows: The number of its rows on this rank.
         """
         unit, separator, _ = name.rpartition(".linear_fc1.")
         config = getattr(self._modules[unit], "config", None) if separator else None
@@ -459,7 +455,7 @@ def sharded(
     """Returns (shape of the whole, axes of the block) of a block of ``shape``, one of ``sharding.size`` along ``dim``.
 
     Args:
-        gated: The block is two of equal size, its shares of two halves that are each split.
+        gated: The block has two parts of equal size: its shares of the whole's two halves, which are split separately.
     """
     rank, size = sharding.rank, sharding.size
     if size == 1:
@@ -475,7 +471,7 @@ def sharded(
 
 
 def _interleaving(config: Any, option: str) -> str:
-    """Returns what a tensor's name ends with where gate and up alternate; empty where all of up follows all of gate."""
+    """Returns the end of a tensor's name if rows of gate and up alternate; empty if all of up follows all of gate."""
     size = getattr(config, option, None)
     return "" if size is None else f".{option}_{size}"
 
@@ -483,8 +479,8 @@ def _interleaving(config: Any, option: str) -> str:
 def non_expert_group(name: str) -> str:
     """Returns the operator of a parameter that is neither an expert's nor a router's.
 
-    Attention and MLP (dense, or an MoE layer's shared experts) of each layer are operators, each with its norm. Outside
-    of layers it is the module.
+    Each layer has two such operators, each with its norm: attention and MLP (dense, or an MoE layer's shared experts).
+    Outside of layers the operator is the module.
     """
     match = re.fullmatch(r"(.*\blayers\.\d+)\.(\w+)\..*", name)
     if match is None:

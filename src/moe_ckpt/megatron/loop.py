@@ -1,10 +1,9 @@
-"""Position of a training loop (``Progress``), and the order in which it must call the adapter."""
+"""The position of a Megatron loop, and the hooks on its optimizer and model."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,11 +12,11 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from moe_ckpt.driver.loop import LoopPosition
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.megatron.compat import runs_on_samples
 from moe_ckpt.megatron.optimizers import finish_update, leaves
 from moe_ckpt.megatron.world import is_rank_zero
-from moe_ckpt.modeling.optimizer_state import require_plain
 from moe_ckpt.notices import announce
 from moe_ckpt.run.options import Options
 from moe_ckpt.stopwatch import Stopwatch
@@ -42,82 +41,59 @@ class Progress:
     counters: Mapping[str, Any] = field(default_factory=dict)
 
 
-class Loop:
-    """The position of the training loop; checks the order of its calls.
+class Loop(LoopPosition):
+    """The position of a Megatron loop; its steps are iterations.
 
     Attributes:
-        begun_at: Where training began in this process.
-        iteration: Iterations done; ``consumed_samples`` and ``counters`` are those of the newest.
-        moved: An iteration was done in this process.
-        is_updating: An update has begun that no iteration has counted, so weights may be those of the next one.
+        begun_at: The position at which training began in this process.
+        consumed_samples: Those of the newest iteration.
     """
 
+    unit, arguments = "iteration", ", consumed_samples=..."
+
     def __init__(self) -> None:
-        self.moved = self.is_updating = False
+        super().__init__()
         self._joined = True
         self._asked_for_samples = False
-        self.stand_at(Progress())
+        self.begin_at(Progress())
 
-    def stand_at(self, progress: Progress) -> None:
-        """Sets where training begins."""
-        self.begun_at = progress
-        self.iteration, self.consumed_samples = progress.iteration, progress.consumed_samples
-        self.counters: Mapping[str, Any] = progress.counters
+    def begin_at(self, progress: Progress) -> None:
+        """Sets the position at which training begins."""
+        self.begun_at, self.consumed_samples = progress, progress.consumed_samples
+        self.set_position(progress.iteration, progress.counters)
 
     def join(self) -> None:
-        """The copy under way is joined, and weights change."""
+        """Notes that the copy under way was joined, and that weights change next."""
         self._joined = self.is_updating = True
 
-    def require_counted(self, call: str, *, saves: bool = True) -> None:
-        """Raises ``ConfigError`` between an update and ``after_step``: the state has no iteration's number yet.
-
-        Args:
-            call: For the message.
-            saves: It would save the state.
-        """
-        if saves and self.is_updating:
-            at = self.iteration + 1
-            raise ConfigError(
-                f"{call}: weights are no longer those of iteration {self.iteration}, for optimizer.step() or "
-                f"before_step() was called since, and after_step({at}) was not, so nothing can be saved under its own "
-                f"number. Call after_step({at}, consumed_samples=...) first: a loop that ends early does so after it"
-            )
-
-    def step(self, iteration: int, consumed_samples: int | None, counters: Mapping[str, Any] | None) -> None:
-        """Records ``after_step``. Raises ``ConfigError`` unless it follows an optimizer step and the last iteration."""
+    def count_update(self, iteration: int, consumed_samples: int | None, counters: Mapping[str, Any] | None) -> None:
+        """Records ``after_step``. Raises as ``count``, and ``ConfigError`` if no optimizer step came before."""
         if not self._joined:
             raise ConfigError(
                 f"after_step({iteration}): neither optimizer.step() of the optimizer given to attach nor before_step() "
-                f"was called since iteration {self.iteration}, so the snapshot of that iteration may be torn. If "
+                f"was called since iteration {self.step}, so the snapshot of that iteration may be torn. If "
                 "something else changes the weights, call before_step() right before it; for an iteration without an "
                 "update call skip() instead of after_step()"
             )
-        self._move("after_step", iteration, consumed_samples, counters)
+        self._count("after_step", iteration, consumed_samples, counters)
         self._joined = False
 
     def skip(
         self, iteration: int, consumed_samples: int | None, counters: Mapping[str, Any] | None, *, updated: bool = False
     ) -> None:
-        """Records ``skip``. Raises ``ConfigError`` unless it follows the last iteration, or after an update.
+        """Records ``skip``. Raises as ``count``, and ``ConfigError`` after an update.
 
         Args:
             updated: An update that has begun since changed weights.
         """
         if updated:
             self.require_counted(f"skip({iteration})")
-        self._move("skip", iteration, consumed_samples, counters)
+        self._count("skip", iteration, consumed_samples, counters)
 
-    def _move(
+    def _count(
         self, call: str, iteration: int, consumed_samples: int | None, counters: Mapping[str, Any] | None
     ) -> None:
-        if iteration != self.iteration + 1:
-            raise ConfigError(
-                f"{call}({iteration}) follows iteration {self.iteration}: call after_step, or skip, once per "
-                "iteration, with the number of iterations done, and start from what resume() returned"
-            )
-        if counters is not None:
-            require_plain(counters, "counters")
-            self.counters = deepcopy(dict(counters))
+        self.count(call, iteration, counters)
         if consumed_samples is not None:
             self.consumed_samples = consumed_samples
         elif not self._asked_for_samples:
@@ -131,17 +107,23 @@ class Loop:
                     *(call, iteration, self.consumed_samples),
                     level=logging.WARNING,
                 )
-        self.iteration, self.moved, self.is_updating = iteration, True, False
 
 
 class StepWatch:
-    """Wraps ``optimizer.step``: calls one function before it, another after it, a third where it ends alone.
+    """Wraps ``optimizer.step`` with calls of functions.
 
-    An exception may come when inner optimizers have stepped: the distributed optimizer gathers weights last. Then this
-    rank's part of the update is completed without the others.
+    If inner optimizers have stepped when it raises (the distributed optimizer gathers weights last), this rank's part
+    of the update is completed without other ranks.
 
-    Megatron's optimizers have no hooks, and a ``ChainedOptimizer`` does not call ``step`` of those that it chains, so
-    the method of this object is replaced. After ``close`` a wrapper under another one only calls through.
+    Megatron's optimizers have no hooks, and a ``ChainedOptimizer`` does not call ``step`` of its members, so the method
+    of this object is replaced. After ``close`` a wrapper that others have wrapped only calls the original.
+
+    Args:
+        optimizer: Megatron's.
+        before: Called before a step.
+        after: Called after a step.
+        alone: Called after a step that raised, if this rank's part of the update was completed.
+        stopwatch: Counts the time of ``before`` and ``after``.
 
     Attributes:
         updated: Whether the newest step changed the weights, by its result; None before the first.
@@ -186,7 +168,7 @@ class StepWatch:
         return result
 
     def iteration_ends(self, options: Options) -> None:
-        """Raises ``ConfigError`` if an iteration made several updates, of which a replay would make one right."""
+        """Raises ``ConfigError`` if an iteration made several updates, since a replay is right for one only."""
         steps, self._steps = self._steps, 0
         if steps > 1 and options.needs.windows:
             raise ConfigError(
@@ -195,7 +177,7 @@ class StepWatch:
             )
 
     def before_writing(self, call: Callable[[], None]) -> None:
-        """Runs ``call``, from here on, when an inner optimizer is about to write to parameters."""
+        """Adds a function that runs when an inner optimizer is about to write to parameters."""
 
         def begins(inner: Any, *_: Any) -> None:
             self._begun.add(id(inner))
@@ -210,12 +192,12 @@ class StepWatch:
             self._handles.append(leaf.optimizer.register_step_post_hook(counted(ends)))
 
     def _end_alone(self) -> None:
-        """``step`` failed: ends it if no inner optimizer was in the middle of its own."""
+        """Completes a step that raised, unless an inner optimizer was in the middle of its own."""
         if not self._begun or self._begun != self._ended:
             return
         try:
             is_whole = finish_update(self._optimizer, tuple(self._ended))
-        except Exception as error:  # older checkpoints count
+        except Exception as error:  # then recovery uses an older checkpoint
             log.warning("the update that failed cannot be completed on this rank alone: %r", error)
             return
         if is_whole:
@@ -235,12 +217,12 @@ class StepWatch:
 
 
 class FirstForward:
-    """Calls a function once, before the model's first forward pass in training mode, whichever module begins it."""
+    """Calls a function once, before the first forward pass of any of the model's modules in training mode."""
 
     def __init__(self, chunks: Sequence[nn.Module], call: Callable[[], None]) -> None:
         self._modules = {id(module) for chunk in chunks for module in chunk.modules()}
         self._call = call
-        # A hook of all modules until then, because some schedules never call the forward of a chunk.
+        # Until then a hook of all modules, because some schedules never call the forward of a chunk.
         self._handle: torch.utils.hooks.RemovableHandle | None = register_module_forward_pre_hook(self._before)
 
     def _before(self, module: nn.Module, args: tuple[Any, ...]) -> None:

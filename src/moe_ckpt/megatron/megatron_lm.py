@@ -34,17 +34,18 @@ from moe_ckpt.driver.host import Stateful
 from moe_ckpt.driver.run import CLOSE_SECS, close_guarded
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.megatron.checkpoint import MegatronCheckpoint, megatron_options
-from moe_ckpt.megatron.compat import changed, look_up, megatron_core
+from moe_ckpt.megatron.compat import changed, look_up
 from moe_ckpt.megatron.loop import Progress
 from moe_ckpt.megatron.script import (
     USED_OF_TRAIN,
     LateValidation,
     StartedIteration,
-    can_pass_over,
+    can_draw_batches,
     counters_of,
+    draw_batches,
     give_generators,
-    pass_over,
     require_trainable,
+    samples_of_iteration,
     set_counters,
     uninterrupted,
     unknown_release,
@@ -127,11 +128,11 @@ def install(
     replaced = REPLACED_WITH_LOG if logs_messages else REPLACED
     training = find_training(replaced)
     _installed = MegatronLM(training, chosen, tuple(replaced), stateful or {})
-    atexit.register(_say_unused, _installed)
+    atexit.register(_warn_unused, _installed)
     return _installed
 
 
-def _say_unused(installed: MegatronLM) -> None:
+def _warn_unused(installed: MegatronLM) -> None:
     """Warns at exit if nothing was checkpointed because no model was set up after ``install``, or that failed."""
     if installed.checkpoint is not None or installed is not _installed or os.environ.get("RANK", "0") != "0":
         return
@@ -145,7 +146,7 @@ def find_training(replaced: Mapping[str, tuple[str, tuple[str, ...]]]) -> Any:
     """Returns the module ``megatron.training.training``, checked. Raises as ``install``.
 
     Args:
-        replaced: What will be, as ``REPLACED``.
+        replaced: The functions that will be replaced, as ``REPLACED``.
     """
     try:
         training = importlib.import_module(TRAINING)
@@ -230,9 +231,9 @@ class MegatronLM:
             raise ConfigError("megatron.install(): training began without setup_model_and_optimizer")
         return self.checkpoint
 
-    def _arguments(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Mapping[str, Any]:
+    def _bound(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> inspect.BoundArguments:
         """Returns the arguments of a call of Megatron's function ``name``, by name."""
-        return inspect.signature(self._original[name]).bind(*args, **kwargs).arguments
+        return inspect.signature(self._original[name]).bind(*args, **kwargs)
 
     # --- once ---
 
@@ -244,7 +245,10 @@ class MegatronLM:
         if self.checkpoint is not None:  # restarted within this process
             self.checkpoint.close(CLOSE_SECS)
             self.checkpoint = None
-        stored_step = self._newest_stored_step()
+        dirpath, stored_step = self.options.dirpath, None
+        if self.options.resume != "never":
+            doing = f"read the store {dirpath}"
+            stored_step = from_rank_zero(lambda: newest_step(dirpath), doing, self.options.timeout_secs)
         with changed(settings, **({} if stored_step is None else {"load": None, "pretrained_checkpoint": None})):
             built = self._original["setup_model_and_optimizer"](*args, **kwargs)
         model, optimizer, scheduler = built[:3]
@@ -260,16 +264,8 @@ class MegatronLM:
             self._warn_of_newer_load(settings, progress.iteration)
         return built
 
-    def _newest_stored_step(self) -> int | None:
-        """Returns the newest step of the store, as rank 0 sees it, on all ranks."""
-        if self.options.resume == "never":
-            return None
-        dirpath = self.options.dirpath
-        doing = f"read the store {dirpath}"
-        return from_rank_zero(lambda: newest_step(dirpath), doing, self.options.timeout_secs)
-
     def _progress_of_load(self, settings: Any) -> Progress:
-        """Returns where a run begins that ``--load`` has loaded, without a checkpoint here."""
+        """Returns the position of the state that ``--load`` has loaded, where the store has no checkpoint."""
         if is_rank_zero():
             announce(
                 "no checkpoint is loaded from %s: training continues at iteration %d of --load %s",
@@ -325,27 +321,23 @@ class MegatronLM:
 
     def _train(self, *args: Any, **kwargs: Any) -> Any:
         ckpt, self._exits = self._attached, False
-        self._late_validation.arguments = self._arguments("train", args, kwargs)
+        self._late_validation.arguments = self._bound("train", args, kwargs).arguments
         try:
             result = self._original["train"](*args, **kwargs)
             self._late_validation.run(ckpt, self._args, self._evaluate_and_print_results)  # no iteration was left
-        except SystemExit as error:
-            if not self._exits:  # this rank alone exits, so the others would not answer
-                close_guarded(uninterrupted, ckpt.close, error)
-                raise
-            ckpt.finish(ended=self._is_complete)
-            raise
         except BaseException as error:
-            close_guarded(uninterrupted, ckpt.close, error)
+            if isinstance(error, SystemExit) and self._exits:
+                self._finish()
+            else:  # also if this rank alone exits, so that the others would not answer
+                close_guarded(uninterrupted, ckpt.close, error)
             raise
-        ckpt.finish(ended=self._is_complete)
+        self._finish()
         return result
 
-    @property
-    def _is_complete(self) -> bool:
-        """False if a time limit, a signal or an interval ended the job, and another one continues."""
+    def _finish(self) -> None:
+        """Ends the run; only the job, if a time limit, a signal or an interval ended it, and another one continues."""
         last = self._args.train_iters
-        return last is None or self._attached.iteration >= last
+        self._attached.finish(ended=last is None or self._attached.iteration >= last)
 
     # --- every iteration ---
 
@@ -356,7 +348,7 @@ class MegatronLM:
             ckpt.upstream.boundary.begin()
         self._late_validation.run(ckpt, self._args, self._evaluate_and_print_results)
         with ckpt.stopwatch:
-            name, arguments = "forward_backward_func", self._arguments("train_step", args, kwargs)
+            name, arguments = "forward_backward_func", self._bound("train_step", args, kwargs).arguments
             inner = arguments[name]
             self._iteration = StartedIteration(ckpt, self._args, self._training, arguments["opt_param_scheduler"])
 
@@ -384,10 +376,7 @@ class MegatronLM:
         ckpt.begin_training()
         self._late_validation.run(ckpt, settings, self._evaluate_and_print_results)
         result = self._original["dummy_train_step"](*args, **kwargs)
-        # The loop counts these samples when this returns.
-        ranks = megatron_core().parallel_state.get_data_parallel_world_size()
-        calculator = importlib.import_module("megatron.core.num_microbatches_calculator")
-        samples = ranks * settings.micro_batch_size * calculator.get_num_microbatches()
+        samples = samples_of_iteration(settings)  # which the loop counts when this returns
         counters = counters_of(settings, self._floating_point_operations)
         if "skipped_train_samples" in counters:
             counters["skipped_train_samples"] += samples
@@ -396,7 +385,7 @@ class MegatronLM:
 
     def _checkpoint_and_decide_exit(self, *args: Any, **kwargs: Any) -> Any:
         ckpt, settings = self._attached, self._args
-        arguments = self._arguments("checkpoint_and_decide_exit", args, kwargs)
+        arguments = self._bound("checkpoint_and_decide_exit", args, kwargs).arguments
         iteration = arguments["iteration"]
         self._floating_point_operations = arguments["num_floating_point_operations_so_far"]
         stage = ckpt.upstream
@@ -422,25 +411,25 @@ class MegatronLM:
         return self._exits
 
     def _training_log(self, *args: Any, **kwargs: Any) -> Any:
-        """Logs the first iteration of a start, at which stages may stand at different ones, as it does any other."""
-        bound = inspect.signature(self._original["training_log"]).bind(*args, **kwargs)
-        bound.arguments["is_first_iteration"] = False
-        return self._original["training_log"](*bound.args, **bound.kwargs)
+        """Logs the first iteration of a start like any other, since stages may begin at different iterations."""
+        call = self._bound("training_log", args, kwargs)
+        call.arguments["is_first_iteration"] = False
+        return self._original["training_log"](*call.args, **call.kwargs)
 
     def _evaluate_and_print_results(self, *args: Any, **kwargs: Any) -> Any:
         stage, settings = self._attached.upstream, self._args
         with contextlib.ExitStack() as within:
             if self._iteration is not None:
                 within.enter_context(self._iteration.validating())
-            if stage is not None and can_pass_over(settings):
+            if stage is not None and can_draw_batches(settings):
                 if stage.boundary.is_alone:
-                    arguments = self._arguments("evaluate_and_print_results", args, kwargs)
-                    return pass_over(settings, arguments["data_iterator"])
+                    call = self._bound("evaluate_and_print_results", args, kwargs)
+                    return draw_batches(settings, call.arguments["data_iterator"])
                 within.enter_context(stage.boundary.aside())
             return self._original["evaluate_and_print_results"](*args, **kwargs)
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-        """Saves Megatron's own checkpoint, or ours if it has no directory; in a replay none."""
+        """Saves Megatron's own checkpoint; without ``--save`` one in the store; in a replay none."""
         ckpt = self.checkpoint
         if ckpt is None:
             return self._original["save_checkpoint"](*args, **kwargs)
@@ -449,7 +438,7 @@ class MegatronLM:
                 announce(
                     "Megatron's checkpoint of iteration %d is not written: a sparse window is computed again, and "
                     "until its end the model holds no complete state of the run",
-                    self._arguments("save_checkpoint", args, kwargs)["iteration"],
+                    self._bound("save_checkpoint", args, kwargs).arguments["iteration"],
                 )
             return None
         if self._args.save is None:  # the rerun machine asks for one whether or not there is --save

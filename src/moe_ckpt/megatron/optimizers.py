@@ -1,15 +1,14 @@
-"""Megatron's optimizers: the tensors that they keep for each model parameter, and what they keep besides.
+"""Megatron's optimizers: the tensors that they have for each model parameter, hyperparameters, counts and scales.
 
 ``FP32Optimizer`` updates the parameters; ``Float16OptimizerWithFloat16Params`` updates fp32 master weights of fp16 and
 bf16 ones; ``DistributedOptimizer`` updates a flat range of either, another on each data-parallel rank. A
 ``ChainedOptimizer`` holds several of these, under expert parallelism one of the dense and one of the expert parameters.
 
-Besides they have hyperparameters, step counts and loss scales. Another layout has other param groups (without expert
-parallelism none of experts), so groups are matched by their multipliers and flags. The scheduler sets the values of a
-group that matches none.
+Another layout has other param groups (without expert parallelism none of experts), so groups are matched by their
+multipliers and flags. A group that matches none gets its values from the scheduler.
 
-And they are of a kind, so that no other kind takes over their state. Megatron uses Transformer Engine's Adam where
-installed, else Apex's, else torch's. Their update and state are the same, so a run may change between them.
+State is restored only into an optimizer of the same kind. Megatron uses Transformer Engine's Adam where installed, else
+Apex's, else torch's. Their update and state are the same, so a run may change between them.
 """
 
 from __future__ import annotations
@@ -17,8 +16,9 @@ from __future__ import annotations
 import importlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from moe_ckpt.errors import ConfigError, UnsupportedError, optimizer_changed
 from moe_ckpt.megatron.compat import OPTIMIZER, changed, megatron_core
 from moe_ckpt.modeling.optimizer_state import (
     IMPLEMENTATION_FLAGS,
+    STEP,
     class_name,
     fitted,
     is_state_name,
@@ -42,12 +43,12 @@ log = logging.getLogger("moe_ckpt")
 
 MASTER = "fp32_param"
 """State name of master weights, as in Megatron's own checkpoints."""
-STEP = "step"
 _Kind = tuple[tuple[str, Any], ...]
 
 SCHEDULER = "scheduler"
 """Name of the scheduler among what is saved beside model and optimizer."""
 EXPERT = "is_expert_parallel"
+_EXPERT_FLAGS = {(EXPERT, False), (EXPERT, True)}
 _NOT_OURS = IMPLEMENTATION_FLAGS | {"params", STEP}
 _SCHEDULED = frozenset({"lr", "weight_decay"})
 """What Megatron's scheduler sets in param groups, from settings of its own."""
@@ -62,7 +63,7 @@ _OTHER_STEPS = (
     ("optimizer_cuda_graph", "replays optimizer.step() as a CUDA graph, in which no code around a step runs"),
     ("use_precision_aware_optimizer", "keeps scaled states inside FusedAdam, in a form that only FusedAdam can read"),
 )
-"""Options of Megatron's ``OptimizerConfig`` that cannot be, and why."""
+"""Options of Megatron's ``OptimizerConfig`` that are refused, and why."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,8 +76,8 @@ class StateSlot:
             None if other ranks update all of it.
         master: ``updated``, if it is not the parameter.
         range: Elements ``[start, stop)`` of the parameter's flat memory that ``updated`` is; None for all of them.
-        gathered: (rank, start, stop) of the others that update the rest, in order, whose weights are here too when
-            ``step`` returns; empty where they are not, or nobody knows.
+        gathered: (rank, start, stop) of the other ranks that update the rest, in order, if this rank has their weights
+            when ``step`` returns; else empty.
     """
 
     leaf: Any
@@ -93,7 +94,7 @@ class StateSlot:
 
     @property
     def writes(self) -> bool:
-        """Returns False on further instances of the distributed optimizer, which hold copies of the first's state."""
+        """Returns False for further instances of the distributed optimizer, which hold copies of the first's state."""
         return not getattr(self.leaf, "distributed_optimizer_instance_id", 0)
 
 
@@ -133,7 +134,7 @@ def _unknown(name: str, version: str) -> str:
 
 
 def _check(leaf: Any, version: str) -> None:
-    """Raises ``UnsupportedError`` for settings under which state is kept elsewhere, or a step runs no hooks."""
+    """Raises ``UnsupportedError`` for options under which state is elsewhere, or a step runs no hooks."""
     for option, why in _OTHER_STEPS:
         if getattr(leaf.config, option, False):
             raise UnsupportedError(f"{option} {why}. Set it to False.")
@@ -148,58 +149,49 @@ def _check(leaf: Any, version: str) -> None:
 
 
 def finish_update(optimizer: Any, ended: Collection[int]) -> bool:
-    """Completes on this rank alone an update of which the end failed: that is where weights are gathered.
+    """Completes an update on this rank alone, after its end failed, where weights are gathered from other ranks.
 
-    Gradients are ready once any inner optimizer has stepped, and what a rank updates needs no other rank.
+    Gradients are ready once any inner optimizer has stepped, and a rank needs no other rank to update its share.
 
     Args:
-        optimizer: Of Megatron.
+        optimizer: Megatron's.
         ended: ``id`` of the inner optimizers that have stepped.
 
     Returns:
-        Whether all that this rank updates is that of the next iteration. Not with parameters of 8 bits, whose scales
-        the ranks agree on.
+        Whether everything that this rank updates is now that of the next iteration. False with parameters of 8 bits,
+        on whose scales the ranks agree.
     """
-    members = leaves(optimizer)
-    if any(_quantizes(leaf) for leaf in members):
-        return False
+    members, distributed = leaves(optimizer), megatron_core().distributed_optimizer
+    for leaf in members:
+        gathers = getattr(getattr(leaf, "ddp_config", None), "fp8_param_gather", False)
+        if gathers or getattr(leaf.config, "reuse_grad_buf_for_mxfp8_param_ag", False):
+            return False
     with torch.no_grad():
         for leaf in members:
-            with changed(leaf.config, timers=None):  # which may wait for all ranks
+            with changed(leaf.config, timers=None):  # timers may wait for all ranks
                 if id(leaf.optimizer) in ended:
                     getattr(leaf, "_copy_main_params_to_model_params", lambda: None)()
-                else:
-                    _step_alone(leaf)
+                else:  # the distributed optimizer's own method would gather weights
+                    local: Any = super(distributed, leaf) if isinstance(leaf, distributed) else leaf
+                    local.step_with_ready_grads()
     return True
 
 
-def _step_alone(leaf: Any) -> None:
-    """``step_with_ready_grads`` without what the distributed optimizer's adds: it gathers weights."""
-    kind = megatron_core().distributed_optimizer
-    local: Any = super(kind, leaf) if isinstance(leaf, kind) else leaf
-    local.step_with_ready_grads()
-
-
-def _quantizes(leaf: Any) -> bool:
-    gathers = getattr(getattr(leaf, "ddp_config", None), "fp8_param_gather", False)
-    return bool(gathers or getattr(leaf.config, "reuse_grad_buf_for_mxfp8_param_ag", False))
-
-
-def ask_ahead(optimizer: Any) -> None:
-    """Has the optimizer ask now what it would ask other ranks in a process's first step. A collective of all ranks.
+def exchange_norm_groups(optimizer: Any) -> None:
+    """Makes the optimizer learn now what it would ask other ranks in a process's first step. A collective of all ranks.
 
     Since megatron-core 0.19 that is which groups of parameters have a norm of their own. A pipeline stage that computes
-    iterations again alone would ask what the upstream log of those iterations does not have.
+    iterations again alone cannot ask: the upstream log of those iterations has no such message.
     """
-    leaves(optimizer)  # of Megatron, and known
+    leaves(optimizer)  # raises unless it is known
     for group in getattr(importlib.import_module(OPTIMIZER), "SEPARATE_GRAD_NORM_GROUPS", ()):
         optimizer.has_grad_norm_group(group)
 
 
-def require_quiet_weights(optimizer: Any) -> None:
+def require_weights_gathered(optimizer: Any) -> None:
     """Raises ``UnsupportedError`` if weights are still gathered from other ranks when ``step`` returns.
 
-    That would overwrite what a window loads into them. (``overlap_param_gather`` alone gathers what was loaded.)
+    That would overwrite weights that a window loads. (``overlap_param_gather`` alone gathers the loaded weights.)
     """
     if any(getattr(leaf.config, "overlap_param_gather_with_optimizer_step", False) for leaf in leaves(optimizer)):
         raise UnsupportedError(
@@ -211,34 +203,32 @@ def require_quiet_weights(optimizer: Any) -> None:
 def slots(optimizer: Any) -> dict[nn.Parameter, StateSlot]:
     """Returns the slot of each model parameter that any optimizer updates."""
     core = megatron_core()
-    readers: dict[type, Callable[[Any], Iterator[tuple[nn.Parameter, StateSlot]]]] = {
-        core.fp32_optimizer: _of_fp32,
-        core.float16_optimizer: _of_float16,
-        core.distributed_optimizer: _of_distributed,
-    }
     by_parameter: dict[nn.Parameter, StateSlot] = {}
     for leaf in leaves(optimizer):
-        by_parameter.update(readers[type(leaf)](leaf))
+        kind: type = type(leaf)
+        if kind is core.distributed_optimizer:
+            by_parameter.update(_of_distributed(leaf))
+            continue
+        unmastered = [group["params"] for group in leaf.optimizer.param_groups]
+        if kind is core.float16_optimizer:
+            unmastered = leaf.fp32_from_fp32_groups
+            for parameter, master in _paired(leaf.float16_groups, leaf.fp32_from_float16_groups):
+                by_parameter[parameter] = StateSlot(leaf, master, master, None)
+        for parameter in chain.from_iterable(unmastered):
+            by_parameter[parameter] = StateSlot(leaf, parameter, None, None)
     return by_parameter
 
 
-def _of_fp32(leaf: Any) -> Iterator[tuple[nn.Parameter, StateSlot]]:
-    for group in leaf.optimizer.param_groups:
-        for parameter in group["params"]:
-            yield parameter, StateSlot(leaf, parameter, None, None)
-
-
-def _of_float16(leaf: Any) -> Iterator[tuple[nn.Parameter, StateSlot]]:
-    for models, masters in zip(leaf.float16_groups, leaf.fp32_from_float16_groups, strict=True):
-        for parameter, master in zip(models, masters, strict=True):
-            yield parameter, StateSlot(leaf, master, master, None)
-    for group in leaf.fp32_from_fp32_groups:
-        for parameter in group:
-            yield parameter, StateSlot(leaf, parameter, None, None)
+def _paired(groups: Sequence[Any], others: Sequence[Any]) -> Iterator[tuple[Any, Any]]:
+    """Yields pairs of the members of groups of equal sizes."""
+    return zip(chain.from_iterable(groups), chain.from_iterable(others), strict=True)
 
 
 def _of_distributed(leaf: Any) -> Iterator[tuple[nn.Parameter, StateSlot]]:
-    shards = dict(_shards(leaf))
+    # Not by ``model_param_group_index_map``, as Megatron's own checkpoints do: in a group with parameters of 16 and of
+    # 32 bits it counts in another order than the inner optimizer.
+    shards = dict(_paired(leaf.model_float16_groups, leaf.shard_fp32_from_float16_groups))
+    shards.update(_paired(leaf.model_fp32_groups, leaf.shard_fp32_groups))
     for buffer in leaf.buffers:
         for parameter in buffer.params:
             updated, gathered = shards.get(parameter), tuple(_gathered(leaf, buffer, parameter))
@@ -253,9 +243,9 @@ def _of_distributed(leaf: Any) -> Iterator[tuple[nn.Parameter, StateSlot]]:
 def _gathered(leaf: Any, buffer: Any, parameter: nn.Parameter) -> Iterator[tuple[int, int, int]]:
     """Yields (rank, start, stop) of the parameter's flat memory that each other rank updates.
 
-    As ``DistributedOptimizer._build_model_gbuf_range`` divides a bucket: into as many equal parts as there are ranks.
+    ``DistributedOptimizer._build_model_gbuf_range`` divides a bucket into as many equal parts as there are ranks.
     """
-    if getattr(leaf.ddp_config, "overlap_param_gather", False):  # then they come in the next forward pass
+    if getattr(leaf.ddp_config, "overlap_param_gather", False):  # then weights are gathered in the next forward pass
         return
     first, last, number = buffer.param_index_map[parameter]
     bucket, ranks = buffer.buckets[number], dist.get_process_group_ranks(buffer.data_parallel_group)
@@ -265,18 +255,6 @@ def _gathered(leaf: Any, buffer: Any, parameter: nn.Parameter) -> Iterator[tuple
         start, stop = max(first, begin) - first, min(last, begin + part) - first
         if start < stop and rank != dist.get_rank():
             yield rank, start, stop
-
-
-def _shards(leaf: Any) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-    """Yields (parameter, its shard here). Not by ``model_param_group_index_map``, as Megatron's own checkpoints do: in
-    a group with parameters of 16 and of 32 bits it counts in another order than the inner optimizer."""
-    of_type = (
-        (leaf.model_float16_groups, leaf.shard_fp32_from_float16_groups),
-        (leaf.model_fp32_groups, leaf.shard_fp32_groups),
-    )
-    for groups, shards in of_type:
-        for parameters, updated in zip(groups, shards, strict=True):
-            yield from zip(parameters, updated, strict=True)
 
 
 def state_tensors(slot: StateSlot, name: str) -> Iterator[tuple[str, torch.Tensor]]:
@@ -321,7 +299,7 @@ def make_state(slot: StateSlot, names: Sequence[str], dtypes: Mapping[str, torch
 def read_step(optimizer: Any) -> int | None:
     """Returns how often the optimizers have stepped; None if they do not count, or have not stepped.
 
-    It is one number because every parameter has a gradient in every step: Megatron keeps them in buffers.
+    It is one number because every parameter has a gradient in every step: Megatron has buffers for all.
 
     Raises:
         ConfigError: Counts differ, as after loading a checkpoint of which a part was lost.
@@ -336,7 +314,7 @@ def read_step(optimizer: Any) -> int | None:
 
 
 def _counts(leaf: Any) -> Iterator[int]:
-    """Yields counts, a parameter's before its group's, for Megatron's loader leaves one that Adam does not advance."""
+    """Yields each group's count. A parameter's comes first: after Megatron's loader the group's own goes stale."""
     for group in leaf.optimizer.param_groups:
         if group["params"] and STEP in (state := leaf.optimizer.state.get(group["params"][0], {})):
             yield int(state[STEP])
@@ -345,7 +323,7 @@ def _counts(leaf: Any) -> Iterator[int]:
 
 
 def write_step(optimizer: Any, step: int | None) -> None:
-    """Sets the count everywhere. Each parameter gets its own tensor, for Megatron's loader leaves one for all."""
+    """Sets all counts. Each parameter gets its own tensor, since after Megatron's loader all of them share one."""
     for leaf in leaves(optimizer):
         for group in leaf.optimizer.param_groups:
             fused = not isinstance(leaf.optimizer, _DISTINCT_STEP)
@@ -374,7 +352,7 @@ def read_plain(optimizer: Any) -> dict[str, Any]:
 
 
 def settings(optimizer: Any) -> list[dict[str, Any]]:
-    """Returns what the param groups hold beside parameters and step counts."""
+    """Returns the entries of the param groups, without parameters, step counts and implementation flags."""
     return [{key: value for key, value in group.items() if key not in _NOT_OURS} for group in _groups(optimizer)]
 
 
@@ -389,7 +367,7 @@ def write_plain(optimizer: Any, stored: Mapping[str, Any]) -> None:
 
 
 def write_settings(optimizer: Any, stored: Sequence[Mapping[str, Any]]) -> None:
-    """Writes what ``settings`` gave into the param groups."""
+    """Writes the result of ``settings`` into the param groups."""
     for group, entry in matched(list(_groups(optimizer)), stored):
         for key in entry.keys() - {EXPERT}:
             group[key] = fitted(group.get(key), entry[key])
@@ -419,16 +397,12 @@ def matched(
     for group in here:
         kind = _kind(group)
         candidates = [entry for entry in stored if _kind(entry) == kind]
-        candidates = candidates or [entry for entry in stored if _without_expert(_kind(entry)) == _without_expert(kind)]
+        candidates = candidates or [entry for entry in stored if {*_kind(entry)} ^ {*kind} <= _EXPERT_FLAGS]
         if candidates:
             yield group, candidates[min(used[kind], len(candidates) - 1)]
             used[kind] += 1
         else:
             log.info("no param group of kind %s in the checkpoint; the scheduler sets its rates", kind)
-
-
-def _without_expert(kind: _Kind) -> _Kind:
-    return tuple(entry for entry in kind if entry[0] != EXPERT)
 
 
 def _kind(group: Mapping[str, Any]) -> _Kind:
@@ -437,7 +411,7 @@ def _kind(group: Mapping[str, Any]) -> _Kind:
 
 
 def configured(optimizer: Any, stateful: Mapping[str, Stateful]) -> dict[str, Any]:
-    """Returns the present hyperparameters of optimizer and scheduler, as plain data."""
+    """Returns the present hyperparameters of optimizer and scheduler that the user chooses, as plain data."""
     return as_plain(settings(optimizer), stateful[SCHEDULER].state_dict() if SCHEDULER in stateful else {})
 
 
@@ -446,18 +420,21 @@ def as_plain(groups: Sequence[Mapping[str, Any]], scheduler: Mapping[str, Any]) 
     scheduler = plain_values(scheduler)
     computed = _SCHEDULED if "max_lr" in scheduler else frozenset()
     return {
-        "groups": [_without(plain_values(group), computed | _POSITION) for group in groups],
-        "scheduler": _without(scheduler, _POSITION),
+        "groups": [
+            {key: value for key, value in plain_values(group).items() if key not in computed | _POSITION}
+            for group in groups
+        ],
+        "scheduler": {key: value for key, value in scheduler.items() if key not in _POSITION},
     }
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any], used: Mapping[str, Any]) -> list[Change]:
-    """Returns the differences, each once, also where several param groups and the scheduler have it.
+    """Returns the differences, each once, even if several param groups and the scheduler have it.
 
     Args:
         before: Result of ``configured`` when the run began.
-        now: When this process began.
-        used: After the checkpoint was loaded, so that it tells whose value is used.
+        now: The result when this process began.
+        used: The result after the checkpoint was loaded, which tells whose value is used.
     """
     differences: dict[tuple[str, str, str], Change] = {}
     places = {id(group): number for number, group in enumerate(now["groups"])}
@@ -472,10 +449,6 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any], used: Mapping[str
                 retained = same(old.get(key), in_force.get(key))
                 differences.setdefault((key, change.before, change.now), replace(change, from_checkpoint=retained))
     return list(differences.values())
-
-
-def _without(values: Mapping[str, Any], names: frozenset[str]) -> dict[str, Any]:
-    return {key: value for key, value in values.items() if key not in names}
 
 
 def read_classes(optimizer: Any) -> list[dict[str, str]]:

@@ -24,7 +24,7 @@ long as the counter: the additions are captured with the router. What passes mus
 * While Megatron-Core captures (``is_graph_capturing``), passes before a capture, on samples, run eagerly and count
   nothing. In a capture, nothing is computed.
 * Graphs of ``cuda_graph_impl="local"`` are replayed in validation and in recomputation too. A number on the device, by
-  which they multiply, is 1 within the forward passes in training of a model chunk, and 0 else.
+  which they multiply, is 1 within the forward passes in training of a model chunk, else 0.
 
 Nothing here communicates or waits for the device; each training forward pass of a router gets a few small kernels.
 """
@@ -39,13 +39,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from moe_ckpt.errors import UnsupportedError
 from moe_ckpt.megatron.compat import look_up, megatron_core, runs_on_samples, version
-from moe_ckpt.modeling.routing import Mask, clear, counts_on_host, is_recomputed, soft_on_host
+from moe_ckpt.modeling.routing import Mask, clear, counts_on_host, is_recomputed, soft_on_host, step_tokens
 from moe_ckpt.notices import announce
 from moe_ckpt.run.agreement import Deferred, StepTokens
 from moe_ckpt.stopwatch import Stopwatch
@@ -78,7 +78,7 @@ class Watch:
 
     Attributes:
         adjust: Returns another result, (probs, map), while ``running``; None for counters.
-        running: The router of the boost runs.
+        running: The boost's router is in its forward pass.
         assigned: The map before dropping of the newest router that dropped, bool [tokens, experts].
     """
 
@@ -89,8 +89,8 @@ class Watch:
 
 
 _watches: list[Watch] = []
-_wrapper: Callable[..., Any] | None = None
-_unwrapped: Callable[..., Any] | None = None
+_wrapper: Any = None
+"""The wrapper of dropping, which calls through if there are no watches."""
 
 
 def attach(watch: Watch) -> None:
@@ -99,23 +99,23 @@ def attach(watch: Watch) -> None:
     Raises:
         UnsupportedError: The router's module has no such name.
     """
-    global _wrapper, _unwrapped
+    global _wrapper
     dropping = look_up(ROUTER, DROPPING)
     if not _watches and dropping is not _wrapper:
-        _wrapper, _unwrapped = _observed(dropping), dropping
+        _wrapper = _observed(dropping)
         setattr(importlib.import_module(ROUTER), DROPPING, _wrapper)
     _watches.append(watch)
 
 
 def detach(watch: Watch) -> None:
-    """Undoes ``attach``, if ``watch`` is attached; the last one removes the wrapper."""
+    """Undoes ``attach``, if ``watch`` is attached. With the last watch the wrapper is removed."""
     if watch not in _watches:
         return
     _watches.remove(watch)
     module = importlib.import_module(ROUTER)
-    # A wrapper that others have put around ours since stays: without watches ours only calls through.
+    # If others have wrapped ours since, it stays: without watches it only calls through.
     if not _watches and getattr(module, DROPPING) is _wrapper:
-        setattr(module, DROPPING, _unwrapped)
+        setattr(module, DROPPING, _wrapper.__wrapped__)
 
 
 def _observed(dropping: Callable[..., Any]) -> Callable[..., Any]:
@@ -159,18 +159,18 @@ def changed_hook(name: str, expected: str) -> UnsupportedError:
 class RouterCounter:
     """Tokens that this rank's routers send to each expert of the whole model. Used on the training thread.
 
-    Counts routers in training mode, so neither validation nor the second forward pass of activation recompute. Counts
-    of micro-batches add up until ``take``. Construct it after any forward hook that replaces a router's result.
+    Routers in training mode count, but not in the second forward pass of activation recomputation. Counts of
+    micro-batches add up until ``take``. Construct it after any forward hook that replaces a router's result.
 
     Args:
         routers: (index of the MoE layer in the whole model, its TopKRouter) of this rank's chunks. Rows of other layers
             stay 0.
         layers: L of the whole model.
         experts: E, the largest number of experts of any layer.
-        chunks: The model's, one of which runs whenever a router does, but where graphs are captured.
-        soft: Add up the gate's weights too.
+        chunks: Those of the model. Routers run within them, except where graphs are captured.
+        soft: Add up the gate's weights, too.
         frozen: ``[L, E]`` experts that no update changes: none of their tokens is applied. None: there are none.
-        stopwatch: Counts what hooks take.
+        stopwatch: Counts the time that hooks take.
 
     Raises:
         UnsupportedError: Megatron-Core differs from the facts above, or one CUDA graph is captured of a whole
@@ -179,7 +179,7 @@ class RouterCounter:
 
     def __init__(
         self,
-        routers: Sequence[tuple[int, nn.Module]],
+        routers: Sequence[tuple[int, Any]],
         layers: int,
         experts: int,
         *,
@@ -201,12 +201,12 @@ class RouterCounter:
         if routers:
             attach(self._watch)
         # No hook before a router's forward pass: Megatron-Core replays no graph of a module that has one.
-        self._handles: list[torch.utils.hooks.RemovableHandle] = [
+        self._handles: list[RemovableHandle] = [
             router.register_forward_hook(counted(self._after(at)), with_kwargs=True) for at, router in routers
         ]
         # What counts now, in graphs: see the module's docstring.
         self._factor = next(iter(self._applied.values()), torch.ones(0, dtype=torch.int64)).new_ones(())
-        if any(_is_replayed_in_validation(router) for _, router in routers):
+        if any(router.config.cuda_graph_impl == "local" for _, router in routers):  # replayed in validation, too
             self._factor.zero_()
             for chunk in chunks:
                 self._handles.append(chunk.register_forward_pre_hook(counted(self._opens)))
@@ -219,7 +219,8 @@ class RouterCounter:
         waits.
 
         Args:
-            iteration: Done, with an update: ``result()`` warns, once, if this rank counted nothing. None: never.
+            iteration: One that made an update: ``result()`` warns, once, if this rank counted nothing. None: no
+                warning.
         """
         applied = counts_on_host(self._applied, self._shape)
         dropped = counts_on_host(self._dropped, self._shape) if self._drops else None
@@ -231,14 +232,12 @@ class RouterCounter:
             assigned = None if dropped is None else arrived + dropped.result()
             if iteration is not None and not (arrived if assigned is None else assigned).any():
                 self._warn(iteration)
-            if self._frozen is None:
-                return StepTokens(arrived, weights, assigned)
-            return StepTokens(np.where(self._frozen, 0, arrived), weights, arrived if assigned is None else assigned)
+            return step_tokens(arrived, weights, assigned, self._frozen)
 
         return Deferred(tokens)
 
     def _warn(self, iteration: int) -> None:
-        """Warns once, on one rank of each pipeline stage."""
+        """Warns once, on one rank of each pipeline stage, that no tokens were counted."""
         if self._is_warned or not self._applied:
             return
         self._is_warned = True
@@ -262,7 +261,7 @@ class RouterCounter:
         for handle in self._handles:
             handle.remove()
         self._handles = []
-        self._factor.zero_()  # graphs that were captured add on
+        self._factor.zero_()  # captured graphs go on adding
         detach(self._watch)
 
     def _opens(self, chunk: nn.Module, args: tuple[Any, ...]) -> None:
@@ -301,10 +300,6 @@ def _table(router: Any, dtype: torch.dtype = torch.int64) -> torch.Tensor:
     return table
 
 
-def _is_replayed_in_validation(router: Any) -> bool:
-    return bool(router.config.cuda_graph_impl == "local")
-
-
 def _may_drop(router: Any) -> bool:
     """Returns whether Megatron-Core may drop tokens in the router's next forward pass."""
     return router.config.moe_expert_capacity_factor is not None
@@ -316,8 +311,7 @@ def _masked(entries: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
 
 def _result(router: Any, output: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns a router's checked output: gate weights and a bool map, both [tokens, experts]."""
-    pair = output if isinstance(output, tuple) and len(output) == 2 else (None, None)
-    probs, routing_map = pair
+    probs, routing_map = output if isinstance(output, tuple) and len(output) == 2 else (None, None)
     if (
         not isinstance(probs, torch.Tensor)
         or not isinstance(routing_map, torch.Tensor)
@@ -339,7 +333,7 @@ def _before_dropping(assigned: torch.Tensor | None, routing_map: torch.Tensor) -
 
 
 def _real_tokens(args: tuple[Any, ...], kwargs: dict[str, Any], routing_map: torch.Tensor) -> torch.Tensor | None:
-    """Returns True where a token is no padding, [tokens]; None without a padding mask."""
+    """Returns a mask [tokens], False at padding; None without a padding mask."""
     padding = kwargs.get("padding_mask", args[1] if len(args) > 1 else None)
     if padding is None:
         return None
@@ -368,7 +362,7 @@ def _check_router(router: Any) -> None:
 def graphs_capture_router(config: Any) -> bool:
     """Returns whether CUDA graphs may capture the router.
 
-    "attn" in graphs of Megatron-Core's own ("local") is the whole layer, too, but in a ``HybridModel``.
+    In graphs of Megatron-Core's own ("local"), "attn" is the whole layer, except in a ``HybridModel``.
     """
     if config.cuda_graph_impl == "none":
         return False
@@ -388,7 +382,7 @@ def _graphed(config: Any) -> str:
 
 
 def _check_graphs(config: Any) -> None:
-    """Raises ``UnsupportedError`` where CUDA graphs leave no Python to run where this package needs it."""
+    """Raises ``UnsupportedError`` if CUDA graphs replace Python code that this package has to run."""
     how = config.cuda_graph_impl
     if how != "none" and "full_iteration" in _captured(config):
         raise UnsupportedError(

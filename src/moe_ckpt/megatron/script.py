@@ -1,11 +1,11 @@
 """Megatron-LM's training scripts: arguments, counters, iterations and validations at which training stopped.
 
 The loop advances the scheduler and counts samples and operations after the update. If an error comes in between, the
-weights are already those of the next iteration, so its state is complete once the rest is counted as the loop would
-have. If training stops during a validation, which changes no weights, the iteration is sealed as of the validation's
-beginning, and the next start runs the validation first. A pipeline stage that recomputes an iteration alone skips the
-validation after it, which all stages have run: it only draws and counts the validation's batches, to have the others'
-position.
+weights are already those of the next iteration, and its state is complete once the rest is counted as the loop would
+have counted it. If training stops during a validation, which changes no weights, the iteration is sealed as of the
+validation's beginning, and the next start runs the validation first. A pipeline stage that recomputes an iteration
+alone skips the validation after it, which all stages have run: it only draws and counts the validation's batches, so
+that its data are at the same position as those of the other stages.
 
 Under Megatron-LM's own ``--inprocess-restart`` a monitor interrupts the process to let it train again, but not while
 the newest iteration is sealed.
@@ -72,10 +72,10 @@ def require_trainable(settings: Any) -> None:
 
 
 def warn_of_loader(settings: Any, stateful: Collection[str]) -> None:
-    """Says that the position in the data is not saved, where that is so.
+    """Warns if the position in the data is not saved.
 
     Args:
-        stateful: Names of what was given to ``megatron.install``.
+        stateful: Names of the objects that were given to ``megatron.install``.
     """
     if getattr(settings, "dataloader_type", None) == "external" and not stateful:
         announce(
@@ -100,11 +100,11 @@ def counters_of(settings: Any, floating_point_operations: Any) -> dict[str, Any]
 
 
 def set_counters(settings: Any, progress: Progress) -> None:
-    """Sets the counters, and what Megatron derives from them, to where training resumes.
+    """Sets the counters, and the number of micro-batches, which follows from them, to where training resumes.
 
     Args:
         settings: Megatron's arguments.
-        progress: What ``resume`` returned.
+        progress: Result of ``resume``.
     """
     settings.consumed_train_samples = progress.consumed_samples
     for name in COUNTED:
@@ -113,8 +113,22 @@ def set_counters(settings: Any, progress: Progress) -> None:
     largest = progress.counters.get("rerun_max_values")
     if largest is not None:
         rerun_machine().max_values = dict(largest)
-    calculator = importlib.import_module("megatron.core.num_microbatches_calculator")
-    calculator.update_num_microbatches(consumed_samples=progress.consumed_samples, verbose=True)
+    calculator().update_num_microbatches(consumed_samples=progress.consumed_samples, verbose=True)
+
+
+def calculator() -> Any:
+    """Returns Megatron's module that counts micro-batches."""
+    return importlib.import_module("megatron.core.num_microbatches_calculator")
+
+
+def samples_of_iteration(settings: Any) -> int:
+    """Returns the number of samples of the present iteration, on all ranks together.
+
+    Args:
+        settings: Megatron's arguments.
+    """
+    ranks: int = megatron_core().parallel_state.get_data_parallel_world_size()
+    return ranks * int(settings.micro_batch_size * calculator().get_num_microbatches())
 
 
 def rerun_machine() -> Any:
@@ -123,7 +137,7 @@ def rerun_machine() -> Any:
 
 
 def flat(value: Any) -> Iterator[Any]:
-    """Yields what lists and tuples hold, however deep."""
+    """Yields the members of nested lists and tuples."""
     if isinstance(value, (list, tuple)):
         for item in value:
             yield from flat(item)
@@ -132,11 +146,11 @@ def flat(value: Any) -> Iterator[Any]:
 
 
 def give_generators(loaders: Any, iteration: int) -> None:
-    """Gives data loaders generators, so that making an iterator, whenever that is, draws no random number of the run.
+    """Gives data loaders generators of their own, so that making an iterator draws no random number of the run.
 
     Args:
-        loaders: Any nesting of lists and tuples of them; what is no torch loader is left as it is.
-        iteration: At which training begins.
+        loaders: Nested lists and tuples of loaders. Objects that are no torch loaders are left as they are.
+        iteration: The one at which training begins.
     """
     seed = torch.initial_seed() + iteration
     for loader in flat(loaders):
@@ -145,12 +159,12 @@ def give_generators(loaders: Any, iteration: int) -> None:
 
 
 DUE = "validation_due"
-"""Name of the counter that says that the validation after an iteration is still to be made."""
+"""Name of a counter, true if the validation after the iteration was not made yet."""
 USED_OF_TRAIN = ("forward_step_func", "model", "valid_data_iterator", "process_non_loss_data_func", "config")
-"""Parameters of ``train`` that a validation is made with, beside ``non_loss_data_func``."""
+"""Parameters of ``train`` that a validation needs, beside ``non_loss_data_func``."""
 
 
-def follows(settings: Any, iteration: int) -> bool:
+def is_validated_after(settings: Any, iteration: int) -> bool:
     """Returns whether ``train`` makes a validation after ``iteration``.
 
     Args:
@@ -160,7 +174,7 @@ def follows(settings: Any, iteration: int) -> bool:
     return bool(interval and iteration % interval == 0 and getattr(settings, "do_valid", False))
 
 
-def can_pass_over(settings: Any) -> bool:
+def can_draw_batches(settings: Any) -> bool:
     """Returns whether it is known which batches a validation draws.
 
     Args:
@@ -170,17 +184,17 @@ def can_pass_over(settings: Any) -> bool:
     return isinstance(settings.eval_iters, int) and not any(getattr(settings, name, False) for name in others)
 
 
-def pass_over(settings: Any, data_iterator: Any) -> None:
+def draw_batches(settings: Any, data_iterator: Any) -> None:
     """Draws and counts the batches that a validation would have.
 
     Args:
         settings: Megatron's arguments.
-        data_iterator: Of the validation data; a list of one for each chunk of the model, or None where none is read.
+        data_iterator: Of the validation data: one, or a list with one for each model chunk; None where none is read.
     """
     machine: Any = importlib.import_module("megatron.core.rerun_state_machine")
     state = machine.get_rerun_state_machine()
     mode = state.get_mode()
-    state.set_mode(machine.RerunMode.DISABLED)  # as in a validation, of whose batches none is kept
+    state.set_mode(machine.RerunMode.DISABLED)  # as in a validation, whose batches are not kept for reruns
     try:
         batches = settings.global_batch_size // (settings.micro_batch_size * settings.data_parallel_size)
         for iterator in flat(data_iterator):
@@ -195,7 +209,7 @@ class LateValidation:
     """The validation at which training stopped; it runs before the first iteration after the restart.
 
     Attributes:
-        iteration: That it follows; None if none is late.
+        iteration: The iteration before it; None if there is no such validation.
         arguments: Those of ``train``, by name.
     """
 
@@ -205,7 +219,7 @@ class LateValidation:
         self._runs_again = False
 
     def agree(self, ckpt: MegatronCheckpoint, settings: Any, progress: Progress) -> None:
-        """Training resumes. A collective: if one rank has yet to run the validation, all ranks run it.
+        """Finds out if the validation is due, when training resumes. A collective: if it is on one rank, all run it.
 
         Args:
             ckpt: Of the run.
@@ -222,7 +236,7 @@ class LateValidation:
             settings.consumed_valid_samples = consumed
 
     def counted(self, settings: Any) -> AbstractContextManager[None]:
-        """Encloses the building of loaders: Megatron takes a count of 0 for one that a checkpoint lacks, and estimates.
+        """Encloses the building of loaders: Megatron takes a count of 0 for a missing one, and estimates it.
 
         Args:
             settings: Megatron's arguments.
@@ -243,12 +257,12 @@ class LateValidation:
         if iteration is None or ckpt.iteration != iteration:
             return
         self.iteration = None
-        if not follows(settings, iteration):  # other arguments than those of the run
+        if not is_validated_after(settings, iteration):  # other arguments than those of the run
             return
         ckpt.begin_training()
         if ckpt.upstream is not None:
             ckpt.upstream.boundary.begin()
-        settings.curr_iteration = iteration - 1  # as it counts them, from 0
+        settings.curr_iteration = iteration - 1  # Megatron counts from 0 here
         evaluate(
             f"iteration {iteration}",
             *(arguments[name] for name in ("forward_step_func", "valid_data_iterator", "model")),
@@ -260,13 +274,13 @@ class LateValidation:
         )
         settings.curr_iteration = iteration
         if self._runs_again:
-            ckpt._host.generators.go_back()  # random numbers of this rank had moved on already
+            ckpt._host.generators.restore_newest()  # this rank has drawn the validation's random numbers before
 
 
 def uninterrupted() -> AbstractContextManager[Any]:
-    """Keeps the monitor from interrupting the block, by the call wrapper that ``pretrain`` has as a local variable.
+    """Returns a guard that keeps the in-process monitor from interrupting a block. Called within ``pretrain``.
 
-    Called within ``pretrain``.
+    The guard is a method of the call wrapper that ``pretrain`` has as a local variable.
     """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_name != "pretrain":
@@ -283,7 +297,7 @@ class StartedIteration:
         ckpt: Of the run.
         settings: Megatron's arguments.
         training: The module ``megatron.training.training``.
-        scheduler: That ``train_step`` moves.
+        scheduler: The one that ``train_step`` advances.
     """
 
     def __init__(self, ckpt: MegatronCheckpoint, settings: Any, training: Any, scheduler: Any) -> None:
@@ -297,34 +311,35 @@ class StartedIteration:
 
     @contextlib.contextmanager
     def validating(self) -> Iterator[None]:
-        """The block runs the validation that follows the iteration."""
+        """Encloses the validation that follows the iteration."""
         self._generators = capture_generators()
         yield
         self._is_validated = True
 
     def count(self, operations: Any) -> bool:
-        """Counts the iteration, whose update is made, as the loop would have.
+        """Counts the iteration, whose update is made, as the loop would have counted it.
 
         Args:
-            operations: Floating-point operations by the iteration before.
+            operations: Floating-point operations up to the iteration before.
 
         Returns:
-            False where weights change after the update, since it is not known whether they have.
+            False if weights may change after the update, since then it is not known whether they have.
         """
         ckpt, settings, updated = self._ckpt, self._settings, has_updated(self._ckpt)
         iteration = ckpt.iteration + 1
         if getattr(settings, "qk_clip", False) or getattr(settings, "vision_pretraining", False):
             return False
-        is_due = follows(settings, iteration) and not self._is_validated
-        calculator = importlib.import_module("megatron.core.num_microbatches_calculator")
-        micro_batches = calculator.get_num_microbatches() * settings.micro_batch_size
-        samples = megatron_core().parallel_state.get_data_parallel_world_size() * micro_batches
+        is_due = is_validated_after(settings, iteration) and not self._is_validated
+        samples = samples_of_iteration(settings)
         if updated and self._scheduler.num_steps == self._scheduler_steps:
-            self._scheduler.step(increment=micro_batches * settings.data_parallel_size)
+            self._scheduler.step(increment=samples)
         counters = counters_of(settings, operations + self._training.num_floating_point_operations(settings, samples))
         if "skipped_train_samples" in counters:
-            left_out = calculator.get_current_global_batch_size() - calculator.get_current_running_global_batch_size()
-            counters["skipped_train_samples"] = self._skipped + left_out
+            batch, running = (
+                calculator().get_current_global_batch_size(),
+                calculator().get_current_running_global_batch_size(),
+            )
+            counters["skipped_train_samples"] = self._skipped + batch - running
         if is_due:
             counters |= {"consumed_valid_samples": self._validated, DUE: True}
         tokens = end_iteration(ckpt, iteration, self._consumed + samples, counters, updated=updated)

@@ -1,7 +1,7 @@
-"""Megatron's own checkpoint format (``torch_dist``), written and read by Megatron itself, in the running job.
+"""Writes and reads Megatron's own checkpoint format (``torch_dist``) by Megatron's functions, in the running job.
 
-For exchange with Megatron's training script, converters and inference. A failed run is resumed by
-``MegatronCheckpoint.resume``, from files that hold no code.
+It is for exchange with Megatron's training script, converters and inference. To resume a failed run, use
+``MegatronCheckpoint.resume``, whose files hold no code.
 
 The content is that of ``megatron.training``: ``model`` (``model0``, ... for chunks), ``optimizer``,
 ``opt_param_scheduler``, ``rng_state``, ``iteration``, ``checkpoint_version``, and in a job of its training script
@@ -25,7 +25,6 @@ import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -40,8 +39,9 @@ from moe_ckpt.megatron.compat import look_up, megatron_core
 from moe_ckpt.megatron.host import capture_generators, restore_generators
 from moe_ckpt.megatron.inventory import chunks_of, require_halves, unwrapped
 from moe_ckpt.megatron.loop import Progress
-from moe_ckpt.megatron.optimizers import STEP, leaves, make_state, read_step, slots, write_step
+from moe_ckpt.megatron.optimizers import leaves, make_state, read_step, slots, write_step
 from moe_ckpt.megatron.world import from_rank_zero, require_groups
+from moe_ckpt.modeling.optimizer_state import STEP
 
 log = logging.getLogger("moe_ckpt")
 
@@ -110,11 +110,13 @@ def export_torch_dist(
         "checkpoint_version": CHECKPOINT_VERSION,
         "iteration": iteration,
         "consumed_train_samples": consumed_samples,
-        **{cell.key: cell.of(value) for cell, value in _generators().items()},
+        **{cell.key: cell for cell in _filled_cells()},
     }
     if scheduler is not None:
         state["opt_param_scheduler"] = dict(scheduler.state_dict())
-    if (args := _arguments()) is not None:
+    # The command line of Megatron-LM's training script, if this is a job of it.
+    args = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
+    if args is not None:
         state["args"] = argparse.Namespace(
             **{**vars(args), "iteration": iteration, "consumed_train_samples": consumed_samples}
         )
@@ -175,9 +177,14 @@ def import_torch_dist(
         make_loadable(optimizer)
         with buckets_in_place(optimizer):
             state["optimizer"] = optimizer.sharded_state_dict(dict(state), is_loading=True, metadata=dict(metadata))
-    generators = None if weights_only else _stored_generators(serialization.load_sharded_metadata(path))
-    if generators is not None:
-        state[generators.key] = generators.of(None)
+    generators = None
+    if not weights_only:
+        stored = serialization.load_sharded_metadata(path)
+        generators = next((cell for cell in _cells() if cell.unique_key in stored), None)
+        if generators is None:
+            log.warning("the checkpoint has no random number generators for this layout: they are not changed")
+        else:
+            state[generators.key] = generators
     loaded = serialization.load(state, path)
     for name, chunk in _named(chunks):
         chunk.load_state_dict(loaded[name])
@@ -191,12 +198,6 @@ def import_torch_dist(
         _restore(generators.key, loaded[generators.key])
     samples = common.get("consumed_train_samples", getattr(common.get("args"), "consumed_train_samples", 0))
     return Progress() if weights_only else Progress(int(common.get("iteration", 0)), int(samples), restored=True)
-
-
-def _arguments() -> argparse.Namespace | None:
-    """The command line of Megatron-LM's training script, if this is a job of it."""
-    module = sys.modules.get("megatron.training.global_vars")
-    return getattr(module, "_GLOBAL_ARGS", None)
 
 
 def _serialization() -> Any:
@@ -257,22 +258,12 @@ def _require_optimizer(path: str, common: Mapping[str, Any], optimizer: Any) -> 
         )
 
 
-@dataclass(frozen=True)
-class _GridCell:
-    """Place of one rank's random numbers in the checkpoint: entry ``offset`` of a grid of ``shape``."""
+def _cells() -> list[Any]:
+    """Returns empty ``ShardedObject`` s, each a cell of a grid for the random numbers of this rank.
 
-    key: str
-    shape: tuple[int, ...]
-    offset: tuple[int, ...]
-    replica: int
-
-    def of(self, value: Any) -> Any:
-        kind = look_up("megatron.core.dist_checkpointing.mapping", "ShardedObject")
-        return kind(self.key, value, self.shape, self.offset, replica_id=self.replica)
-
-
-def _grid_cells() -> list[_GridCell]:
-    """Returns our place, Megatron's, and that of its newer versions under expert parallelism."""
+    The first is ours, the second Megatron's, the third that of its newer versions under expert parallelism.
+    """
+    cell = look_up("megatron.core.dist_checkpointing.mapping", "ShardedObject")
     state = megatron_core().parallel_state
     ranks = [
         (state.get_pipeline_model_parallel_rank(), state.get_pipeline_model_parallel_world_size()),
@@ -284,15 +275,15 @@ def _grid_cells() -> list[_GridCell]:
     ]
     offset, shape = tuple(rank for rank, _ in ranks), tuple(size for _, size in ranks)
     return [
-        _GridCell(_OWN_RNG, (dist.get_world_size(),), (dist.get_rank(),), 0),
-        _GridCell("rng_state", shape[:2], offset[:2], offset[2]),
-        _GridCell("rng_state", shape, offset, 0),
+        cell(_OWN_RNG, None, (dist.get_world_size(),), (dist.get_rank(),), replica_id=0),
+        cell("rng_state", None, shape[:2], offset[:2], replica_id=offset[2]),
+        cell("rng_state", None, shape, offset, replica_id=0),
     ]
 
 
-def _generators() -> dict[_GridCell, Any]:
-    """Returns the random number generators to write, by place."""
-    ours, *others = _grid_cells()
+def _filled_cells() -> tuple[Any, Any]:
+    """Returns our cell and Megatron's, with the states of the random number generators."""
+    ours, *others = _cells()
     megatrons = others[megatron_core().parallel_state.get_expert_model_parallel_world_size() > 1]
     tracker = megatron_core().rng_tracker()
     state = {
@@ -302,15 +293,8 @@ def _generators() -> dict[_GridCell, Any]:
         "cuda_rng_state": torch.cuda.get_rng_state(),
         "rng_tracker_states": tracker.get_states(),
     }
-    return {ours: capture_generators(), megatrons: [state]}
-
-
-def _stored_generators(stored: Mapping[str, Any]) -> _GridCell | None:
-    """Returns the place of this rank's generators on this layout."""
-    cell = next((candidate for candidate in _grid_cells() if candidate.of(None).unique_key in stored), None)
-    if cell is None:
-        log.warning("the checkpoint has no random number generators for this layout: they are not changed")
-    return cell
+    ours.data, megatrons.data = capture_generators(), [state]
+    return ours, megatrons
 
 
 def _restore(key: str, stored: Any) -> None:
@@ -373,7 +357,7 @@ def _with_padding(flat: torch.Tensor, buffer: Any) -> torch.Tensor:
 
 
 def make_loadable(optimizer: Any) -> None:
-    """Makes the state that a distributed optimizer must have to be loaded (``state_dict``, :642), if it never stepped.
+    """Makes the state that a distributed optimizer needs to be loaded (``state_dict``, :642), if it never stepped.
 
     Raises:
         UnsupportedError: It is not Adam, the only one whose state Megatron's format has.
@@ -391,7 +375,7 @@ def make_loadable(optimizer: Any) -> None:
 
 
 def load_optimizer(optimizer: Any, loaded: Any) -> None:
-    """Calls ``optimizer.load_state_dict(loaded)`` such that each parameter has its own, right step count."""
+    """Loads the state of Megatron's optimizers, and gives each parameter a step count of its own."""
     chain = isinstance(optimizer, megatron_core().chained_optimizer)
     optimizers = optimizer.chained_optimizers if chain else [optimizer]
     states = [loaded] if len(optimizers) == 1 else [state for _, state in sorted(loaded.items())]
@@ -422,7 +406,7 @@ def _step_in(state: Mapping[str, Any]) -> int | None:
 
 
 def _load_distributed(leaf: Any, state: dict[str, Any]) -> None:
-    """Loads hyperparameters, then tensors without step counts, which :936-940 would expect among the tensors."""
+    """Loads hyperparameters, then tensors, without step counts: :936-940 would expect them among the tensors."""
     tensors, kind = state.pop("param_state", None), state.pop(SHARDING, None)
     if kind not in _LOADERS:
         raise UnsupportedError(
@@ -430,17 +414,9 @@ def _load_distributed(leaf: Any, state: dict[str, Any]) -> None:
             f"Supported are {', '.join(_LOADERS)}: save it again with Megatron, or import with weights_only=True."
         )
     leaf.load_state_dict(state)
-    with _without_steps(leaf.optimizer):
-        getattr(leaf, _LOADERS[kind])(tensors)
-
-
-@contextmanager
-def _without_steps(inner: Any) -> Iterator[None]:
-    """Removes step counts from the inner optimizer's state until the block ends. They are one tensor for all parameters
-    (:785-789), which each would advance in every step; ``write_step`` gives each its own."""
-    taken = {parameter: state.pop(STEP) for parameter, state in inner.state.items() if STEP in state}
-    try:
-        yield
-    finally:
-        for parameter, step in taken.items():
-            inner.state[parameter][STEP] = step
+    # Now all parameters share one step count (:785-789), which each would advance. ``write_step`` gives each its own.
+    inner = leaf.optimizer.state
+    steps = {parameter: state.pop(STEP) for parameter, state in inner.items() if STEP in state}
+    getattr(leaf, _LOADERS[kind])(tensors)
+    for parameter, step in steps.items():
+        inner[parameter][STEP] = step

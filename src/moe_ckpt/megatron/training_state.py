@@ -1,7 +1,7 @@
-"""The training state of Megatron model chunks and their optimizer, in tensors that no layout changes.
+"""The training state of Megatron model chunks and their optimizer, in tensors that do not depend on the layout.
 
-What the optimizer has needs its state, and nothing else has any, so a run is resumed with the same parameters only.
-Whether one of them requires gradients is state, which is restored: training may rest some as it goes on.
+Exactly the optimizer's parameters have optimizer state, so a run resumes only with the same ones. Whether one of them
+requires gradients is state, too, which is restored: a script may let some rest during training.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from math import prod
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from moe_ckpt.errors import ConfigError
@@ -24,18 +25,19 @@ from moe_ckpt.megatron import optimizers
 from moe_ckpt.megatron.blocks import BlockPart, Placed, placed_blocks
 from moe_ckpt.megatron.compat import megatron_core
 from moe_ckpt.megatron.inventory import LiveParameter, ModelInventory
-from moe_ckpt.megatron.optimizers import MASTER, STEP, StateSlot, make_state, slots, state_tensors
-from moe_ckpt.megatron.world import Block, HeldTensor, Holding, World, exchange, natural, ranks_of
+from moe_ckpt.megatron.optimizers import MASTER, StateSlot, make_state, slots, state_tensors
+from moe_ckpt.megatron.world import Block, HeldTensor, Holding, World, exchange, natural
 from moe_ckpt.modeling.module_state import Frozen, freeze
+from moe_ckpt.modeling.optimizer_state import STEP
 from moe_ckpt.modeling.watching import Entries, TensorAddresses, places_among
 from moe_ckpt.ports import Communicator, Reading, StateTensor, TensorMeta, TensorSpec
 from moe_ckpt.reading.index import split_key
 
 FROZEN = "frozen"
-"""Where the plain state has the names of all of the model's parameters that the optimizer does not have; that of an
-expert with ``*`` for its number stands for all experts of its layer."""
+"""Key in the plain state: names of all of the model's parameters that the optimizer does not have. The name of an
+expert's parameter with ``*`` for its number stands for all experts of the layer."""
 RESTING = "resting"
-"""Where it has the names of this rank's parameters that the optimizer has, and that require no gradient now."""
+"""Key in the plain state: names of this rank's parameters that the optimizer has, and that require no gradient now."""
 _SHOWN = 3
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 
@@ -44,7 +46,7 @@ class Trained:
     """The parameters that this rank's optimizer has.
 
     Args:
-        parameters: The model's on this rank.
+        parameters: All of this rank's.
         updated: Those that the optimizer has.
     """
 
@@ -55,7 +57,7 @@ class Trained:
         self._tensors: Mapping[str, HeldTensor] = {}
 
     def bind(self, tensors: Mapping[str, HeldTensor]) -> None:
-        """Tells all of the model's tensors, those of other ranks too."""
+        """Sets the model's tensors, those of other ranks included."""
         self._tensors = tensors
         self._frozen = FixedStrings(_abridged([n for n, tensor in tensors.items() if not tensor.trained], tensors))
 
@@ -68,13 +70,11 @@ class Trained:
         return self._resting.names(self._updated)
 
     def rest(self, names: Collection[str]) -> None:
-        """Makes the parameters of these names (``RESTING``) require no gradient, and all others that the optimizer has
-        one."""
+        """Makes exactly these of the optimizer's parameters (``RESTING``) require no gradient."""
         freeze(self._updated, names)
 
     def require_same(self, plain: Mapping[str, Any]) -> None:
-        """Raises ``ConfigError``, which names parameters, unless the run of the checkpoint, with that plain state,
-        trained the same."""
+        """Raises ``ConfigError``, naming parameters, unless the run that wrote ``plain`` trained the same ones."""
         frozen = set(plain[FROZEN])
         here = {name for name, tensor in self._tensors.items() if tensor.trained}
         trained_then = {name for name in self._tensors if not frozen & {name, _of_all_experts(name)}}
@@ -101,10 +101,11 @@ def _of_all_experts(name: str) -> str:
 
 
 def _abridged(names: Collection[str], every: Iterable[str]) -> list[str]:
-    """Returns ``names``, with one for all experts of a layer where all are among them: they are in each state file.
+    """Returns ``names``, abridged by ``_of_all_experts`` where they have all experts: each state file has them.
 
     Args:
-        every: Names that there are.
+        names: Some of ``every``.
+        every: All names.
     """
     chosen, whole = set(names), Counter(map(_of_all_experts, every))
     whole.subtract(map(_of_all_experts, chosen))
@@ -124,15 +125,15 @@ def _be(verb: str, names: Collection[str]) -> str:
 class MegatronTrainingState:
     """``ports.TrainingState`` of one rank. Without an optimizer (None) only weights and buffers can be loaded.
 
-    A parameter gives one tensor per operator that is in it. What the distributed optimizer updates on this rank is
-    written by this rank, weights included: other ranks' shares of the weights may still be on their way when training
-    goes on (``overlap_param_gather``), and are only read into. What no optimizer shards is written by one of its
-    holders: dense state by all data-parallel ranks together, an expert by its owner.
+    A parameter gives one tensor per operator in it. The range that the distributed optimizer updates on this rank is
+    written by this rank, weights included. Other ranks' shares of the weights may still be under way when training
+    goes on (``overlap_param_gather``), so they are only read into. State that no optimizer shards is written by one of
+    its holders: dense state by all data-parallel ranks together, an expert by its owner.
 
     Attributes:
         dense_peers: Ranks that share this rank's dense parameters by data parallelism, ascending.
-        expert_peers: Those that share its experts.
-        trained: What the optimizer has.
+        expert_peers: Ranks that share its experts, ascending.
+        trained: The parameters that the optimizer has.
     """
 
     def __init__(self, inventory: ModelInventory, optimizer: Any) -> None:
@@ -181,7 +182,7 @@ class MegatronTrainingState:
             yield HeldTensor(part.name, dtype, part.global_shape, owner, slot is not None, master, blocks=tuple(blocks))
 
     def exchange(self, comm: Communicator) -> World:
-        """Learns who holds what else, and returns that. A collective of the training thread, before any method below.
+        """Exchanges holdings with the other ranks. A collective of the training thread, before any method below.
 
         Raises:
             CoverageError: The ranks together do not hold the model.
@@ -191,8 +192,8 @@ class MegatronTrainingState:
         world = exchange(self.holding(int(stage), int(expert_rank)), comm)
         world.catalog  # noqa: B018  the proof comes before anything else
         self._world, self._rank = world, comm.rank
-        self.dense_peers = ranks_of(groups.get_data_parallel_group(with_context_parallel=True))
-        self.expert_peers = ranks_of(groups.get_expert_data_parallel_group())
+        peers = groups.get_data_parallel_group(with_context_parallel=True), groups.get_expert_data_parallel_group()
+        self.dense_peers, self.expert_peers = (tuple(sorted(dist.get_process_group_ranks(group))) for group in peers)
         self.trained.bind(world.tensors)
         return world
 
@@ -207,10 +208,10 @@ class MegatronTrainingState:
         return self._inventory.buffers.keys()
 
     def _exact_buffers(self) -> Mapping[str, torch.Tensor]:
-        """Returns the buffers, ready to be written into without rounding.
+        """Returns the buffers, in the types into which values can be written without rounding.
 
-        ``Float16Module`` makes an expert bias 16 bits wide, and the router's first forward pass fp32 again. What is
-        loaded in between would be rounded, so Megatron's own loading does the same as this (router.py:665).
+        ``Float16Module`` makes an expert bias 16 bits wide, and the router's first forward pass fp32 again. Values that
+        are loaded in between would be rounded, so Megatron's own loading does the same as this (router.py:665).
         """
         for layer in self._inventory.layers:
             getattr(layer.router, "_maintain_float32_expert_bias", lambda: None)()
@@ -234,8 +235,7 @@ class MegatronTrainingState:
     # --- ports.TrainingState ---
 
     def tensors(self, of: Reading | None = None, *, listed: bool = False) -> tuple[StateTensor, ...]:
-        views = self._views
-        if views is None or not (listed or views.are_there()) or not views.lie_there(of):
+        if self._views is None or not self._views.same(of, listed=listed):
             self._tensors = tuple(tensor for live in self._inventory.parameters for tensor in self._of(live))
             self._views = _ShardViews(self._inventory.parameters, self._slots, self._tensors)
             self._states = self._state_names()
@@ -260,17 +260,16 @@ class MegatronTrainingState:
         }
 
     def require_loadable(self, plain: Mapping[str, Any]) -> None:
-        """See ``ports.TrainingState``. Buffers are compared by ``load_plain``, for those of other layers may be added.
+        """See ``ports.TrainingState``. ``load_plain`` compares the buffers, since those of other layers may be added.
 
         Raises:
-            ConfigError: the optimizer is of another class.
-            ConfigError: it has other parameters.
+            ConfigError: The optimizer is of another class, or has other parameters.
         """
         optimizers.require_same_kind(self._optimizer, plain)
         self.trained.require_same(plain)
 
     def prepare(self, stored: Mapping[str, TensorMeta]) -> None:
-        """All trained parameters get the same kinds of state, those too that ``stored`` leaves out for now."""
+        """Gives all trained parameters the same kinds of state, also parameters that ``stored`` does not have now."""
         self._prepared = True
         kinds: dict[str, torch.dtype] = {}
         for key, meta in stored.items():
@@ -284,7 +283,7 @@ class MegatronTrainingState:
         """Loads the plain state; everything is checked before anything is changed.
 
         Raises:
-            ConfigError: a buffer of this model is not in the checkpoint, or has another shape.
+            ConfigError: A buffer of this model is not in the checkpoint, or has another shape.
         """
         stored = plain["buffers"]
         for name, buffer in self._inventory.buffers.items():
@@ -304,7 +303,7 @@ class MegatronTrainingState:
         return self._world
 
     def _state_names(self) -> tuple[tuple[str, str], ...]:
-        """(state name, dtype) of what the inner optimizers hold now; the same for all parameters."""
+        """Returns (state name, dtype) of the inner optimizers' tensors now; the same for all parameters."""
         for live in self._inventory.parameters:
             slot = self._slots.get(live.parameter)
             if slot is not None and slot.updated is not None and slot.state:
@@ -347,7 +346,7 @@ class MegatronTrainingState:
                 yield _tensor(key, part, placed, flat, replicated=False, duplicate=not writes)
 
     def _written(self, name: str, block: Block, is_expert: bool) -> tuple[bool, int | None]:
-        """(replicated, the other rank that writes it) of a block that its optimizer, if any, does not shard."""
+        """Returns (replicated, the other rank that writes it or None) of a block that no optimizer shards."""
         world = self._require_world()
         holders = world.holders[name, block]
         if not is_expert and holders[0] in self.dense_peers and set(self.dense_peers) <= set(holders):
@@ -357,7 +356,7 @@ class MegatronTrainingState:
 
 
 class _ShardViews:
-    """What views were made of, to find changes quickly: once or twice per step."""
+    """The live objects that views were made of, to find changes quickly: once or twice per step."""
 
     def __init__(
         self,
@@ -379,21 +378,22 @@ class _ShardViews:
         )
         self._memory = TensorAddresses(named, tensors)
 
-    def are_there(self) -> bool:
-        """Returns False after optimizer state was added, removed or loaded."""
-        return (
-            all(optimizer.state is state for optimizer, state in self._states)
-            and self._held.same()
-            and self._entries.same()
-        )
+    def same(self, of: Reading | None, *, listed: bool) -> bool:
+        """Returns False after optimizer state was added, removed or loaded, or memory was moved.
 
-    def lie_there(self, of: Reading | None) -> bool:
-        """Returns False after memory was moved. of: see ``ports.TrainingState.tensors``."""
+        Args:
+            of: As of ``ports.TrainingState.tensors``.
+            listed: Likewise.
+        """
+        if not listed and not all(optimizer.state is state for optimizer, state in self._states):
+            return False
+        if not listed and not (self._held.same() and self._entries.same()):
+            return False
         return self._memory.same(places_among(self._tensors, of))
 
 
 def _viewed(parameter: nn.Parameter, slot: StateSlot | None) -> Iterator[torch.Tensor]:
-    """The tensors that a parameter's views are of."""
+    """Yields the tensors that a parameter's views are of."""
     yield parameter
     if slot is not None and slot.updated is not None:
         yield slot.updated
@@ -401,8 +401,10 @@ def _viewed(parameter: nn.Parameter, slot: StateSlot | None) -> Iterator[torch.T
 
 
 def _divided(slot: StateSlot, start: int, stop: int, end: int) -> Iterator[tuple[int | None, int, int]]:
-    """Yields the ranges of a parameter of which one is updated here, each with the other rank that updates it if that
-    is known, and has the same there."""
+    """Yields (rank, first, last) of ranges that tile a parameter, one of which is updated here.
+
+    The rank is another one that updates the range, if it is known and its weights are here; else None.
+    """
     others = sorted((low, high, rank) for rank, low, high in slot.gathered)
     for low, high in ((0, start), (start, stop), (stop, end)):
         inside = [(rank, first, last) for first, last, rank in others if low <= first and last <= high]
@@ -413,7 +415,7 @@ def _divided(slot: StateSlot, start: int, stop: int, end: int) -> Iterator[tuple
 
 
 def _optimizer_tensors(slot: StateSlot, name: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """(key, flat tensor) of master weights and state that exist now."""
+    """Yields (key, flat tensor) of master weights and of the state that exists now."""
     if slot.master is not None:
         yield f"optim/0/{name}/{MASTER}", slot.master.detach().view(-1)
     for state, value in state_tensors(slot, name):
@@ -425,9 +427,9 @@ def _tensor(key: str, part: BlockPart, placed: Placed, flat: torch.Tensor, **fla
 
     Args:
         key: Of the tensor.
-        part: That the block is in.
+        part: The one that the block is in.
         placed: The block.
-        flat: Memory that ``placed.first`` counts in.
+        flat: Memory; ``placed.first`` is a position in it.
         **flags: Further fields of ``StateTensor``.
     """
     block = flat[placed.first : placed.first + prod(placed.memory_shape)].view(placed.memory_shape)
@@ -437,7 +439,7 @@ def _tensor(key: str, part: BlockPart, placed: Placed, flat: torch.Tensor, **fla
 
 
 def _specs(world: World, states: Sequence[tuple[str, str]]) -> Iterator[TensorSpec]:
-    """states: (name, dtype) of the inner optimizers' tensors."""
+    """Yields the specs of all tensors. ``states``: (name, dtype) of the inner optimizers' tensors."""
     for name, tensor in world.tensors.items():
         # Megatron widens main gradients to the type of what its optimizer updates.
         gradient = (tensor.master or tensor.dtype) if tensor.trained else None

@@ -1,9 +1,9 @@
-"""The whole model, from what each rank holds of it: operators, holders of each block, and who writes it.
+"""The whole model, from what each rank holds of it: its operators, the holders of each block, and who writes it.
 
-Ranks exchange this once, when training starts: first a digest of each rank (16 bytes), then one description for each
-distinct digest. So the bytes grow with the number of different parts of the model, not of data-parallel copies.
+The ranks exchange this once, when training starts: first a digest of each rank (16 bytes), then one description for
+each distinct digest. So the bytes grow with the number of different parts of the model, not of data-parallel copies.
 
-And this process's place in Megatron's parallel layout.
+Also this process's place in Megatron's parallel layout.
 """
 
 from __future__ import annotations
@@ -85,22 +85,18 @@ class Holding:
     updates: bool = True
 
     def encode(self) -> bytes:
-        rows = [[t.name, t.dtype, t.shape, t.owner, t.trained, t.master, t.blocks] for t in self.tensors]
-        return json.dumps([self.stage, self.expert_rank, self.updates, self.layers, rows]).encode()
+        rows = [list(vars(tensor).values()) for tensor in self.tensors]
+        return json.dumps([self.stage, self.layers, rows, self.expert_rank, self.updates]).encode()
 
     @classmethod
     def decode(cls, raw: bytes) -> Holding:
-        stage, expert_rank, updates, layers, rows = json.loads(raw)
-        tensors = tuple(
-            HeldTensor(name, dtype, tuple(shape), tuple(owner), trained, master, blocks=_blocks(blocks))
-            for name, dtype, shape, owner, trained, master, blocks in rows
-        )
-        named = tuple((name, experts, top_k) for name, experts, top_k in layers)
-        return cls(stage, named, tensors, expert_rank, updates)
+        stage, layers, rows, expert_rank, updates = _tuples(json.loads(raw))
+        return cls(stage, layers, tuple(HeldTensor(*row) for row in rows), expert_rank, updates)
 
 
-def _blocks(rows: Sequence[Any]) -> tuple[Block, ...]:
-    return tuple((tuple(offsets), tuple(shape)) for offsets, shape in rows)
+def _tuples(value: Any) -> Any:
+    """Returns JSON with tuples in place of lists."""
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def exchange(holding: Holding, comm: Communicator) -> World:
@@ -147,27 +143,26 @@ class World:
         """Raises ``CoverageError``, which names experts that no rank holds, tensors that are held in part, and tensors
         of one name that cannot be copies of one another."""
         self._require_whole()
-        groups: dict[str, list[HeldTensor]] = {}
-        for tensor in self.tensors.values():
-            groups.setdefault(self.operator_of[tensor.name], []).append(tensor)
-        operators = tuple(self._operator(op, groups[op]) for op in sorted(groups, key=natural))
-        return Catalog(operators, self.layers, {t.name: t.shape for t in self.tensors.values()})
-
-    @cached_property
-    def operator_of(self) -> Mapping[str, str]:
-        """Returns tensor -> id of the operator that it belongs to."""
-        return {name: self._operator_id(tensor) for name, tensor in self.tensors.items()}
+        spans: dict[Owner, list[Span]] = {}
+        for name, tensor in self.tensors.items():
+            spans.setdefault(tensor.owner, []).append(Span(name))
+        operators = [self._operator(owner, tuple(of_owner)) for owner, of_owner in spans.items()]
+        operators.sort(key=lambda operator: natural(operator.id))
+        return Catalog(tuple(operators), self.layers, {t.name: t.shape for t in self.tensors.values()})
 
     @cached_property
     def _numbers(self) -> Mapping[str, int]:
         """Returns MoE layer -> its number."""
         return {layer.name: layer.index for layer in self.layers}
 
-    def _operator_id(self, tensor: HeldTensor) -> str:
-        moe, which = tensor.owner
+    def _operator(self, owner: Owner, spans: tuple[Span, ...] = ()) -> Operator:
+        moe, which = owner
         if moe is None:
-            return non_expert_id(str(which))
-        return gate_id(self._numbers[moe]) if which is None else expert_id(self._numbers[moe], int(which))
+            return Operator(non_expert_id(str(which)), OperatorKind.NON_EXPERT, spans)
+        layer = self._numbers[moe]
+        if which is None:
+            return Operator(gate_id(layer), OperatorKind.GATE, spans, layer)
+        return Operator(expert_id(layer, int(which)), OperatorKind.EXPERT, spans, layer, int(which))
 
     @cached_property
     def frozen_experts(self) -> npt.NDArray[np.bool_] | None:
@@ -179,20 +174,11 @@ class World:
                 frozen[self._numbers[moe], int(expert)] = False
         return frozen if frozen.any() else None
 
-    def _operator(self, op: str, tensors: Sequence[HeldTensor]) -> Operator:
-        spans = tuple(Span(name) for name in sorted((tensor.name for tensor in tensors), key=natural))
-        moe, which = tensors[0].owner
-        if moe is None:
-            return Operator(op, OperatorKind.NON_EXPERT, spans)
-        if which is None:
-            return Operator(op, OperatorKind.GATE, spans, self._numbers[moe])
-        return Operator(op, OperatorKind.EXPERT, spans, self._numbers[moe], int(which))
-
     def _require_whole(self) -> None:
         problems = []
-        operators = set(self.operator_of.values())
+        owners = {tensor.owner for tensor in self.tensors.values()}
         for layer in self.layers:
-            lacking = [e for e in range(layer.experts) if expert_id(layer.index, e) not in operators]
+            lacking = [e for e in range(layer.experts) if (layer.name, e) not in owners]
             problems += [f"expert {e} of {layer.name} is on no rank" for e in lacking]
         for name, tensor in self.tensors.items():
             elements = sum(prod(shape) for _, shape in tensor.blocks)
@@ -272,7 +258,7 @@ class World:
                 writers = [self.expert_writer(name, block) for block in tensor.blocks] if experts_apart else every
                 owners[self._numbers[moe]][int(expert)] = writers[0]
                 divided = max(divided, len(set(writers)))
-            stage_of[self.operator_of[name]] = self.stages[self.holders[name, first][0]]
+            stage_of[self._operator(tensor.owner).id] = self.stages[self.holders[name, first][0]]
         order = sorted(set(self.stages.values()))
         ranks = tuple(sum(at == stage for at in self.stages.values()) for stage in order)
         places = {op: order.index(stage) for op, stage in stage_of.items()}
@@ -359,10 +345,6 @@ def require_groups() -> None:
         )
 
 
-def ranks_of(group: Any) -> tuple[int, ...]:
-    return tuple(sorted(dist.get_process_group_ranks(group)))
-
-
 def layout(chunks: Sequence[Any]) -> dict[str, int]:
     """Returns the degrees of parallelism by name; a sparse window is replayed on the same ones only."""
     state = megatron_core().parallel_state
@@ -378,7 +360,7 @@ def layout(chunks: Sequence[Any]) -> dict[str, int]:
 
 
 def local_ranks(comm: Communicator) -> int:
-    """Returns the ranks on this host, by torchrun's variable, else (``srun``) by host name. A collective."""
+    """Returns how many ranks this host has, by torchrun's variable, else (``srun``) by host name. A collective."""
     digests = all_digests(hashlib.sha256(socket.gethostname().encode()).digest(), comm)
     return int(os.environ.get("LOCAL_WORLD_SIZE", digests.count(digests[comm.rank])))
 
@@ -388,7 +370,7 @@ def is_rank_zero() -> bool:
 
 
 def from_rank_zero(action: Callable[[], T], doing: str, timeout_secs: float = 600.0) -> T:
-    """Returns ``by_rank_zero`` where there is no communicator yet. A collective."""
+    """Returns the result of ``action`` on rank 0 (``by_rank_zero``), before there is a communicator. A collective."""
     comm = make_communicator(timeout_secs)
     try:
         return by_rank_zero(comm, action, doing)

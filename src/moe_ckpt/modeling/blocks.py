@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
-from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from moe_ckpt.errors import ConfigError, UnsupportedError
@@ -16,13 +18,6 @@ from moe_ckpt.errors import ConfigError, UnsupportedError
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
-
-try:
-    from torch.distributed.fsdp import FSDPModule
-    from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-except ImportError:  # a torch built without distributed has no DTensors to meet
-    DTensor = FSDPModule = None  # type: ignore[assignment,misc]
 
 
 @dataclass(frozen=True)
@@ -42,16 +37,11 @@ class LocalBlock:
     writer: int | None = None
 
 
-def fsdp_modules(model: nn.Module) -> list[FSDPModule]:
-    """The modules that ``fully_shard`` was called on."""
-    return [m for m in model.modules() if isinstance(m, FSDPModule)] if FSDPModule is not None else []
-
-
 def reshard(module: FSDPModule) -> None:
-    """Put the sharded parameters back, which the optimizers hold, also where a forward pass was torn off in the middle.
+    """Frees gathered parameters, so that the module has the sharded ones again, which the optimizers hold.
 
-    In a forward pass ``FSDPModule.reshard`` keeps whole parameters, or those of a smaller mesh, for the backward pass,
-    which will not come: a peer has died. So each group does it as between passes.
+    ``FSDPModule.reshard`` does not suffice where a peer died within a forward pass: then it keeps whole parameters, or
+    those of a smaller mesh, for a backward pass that will not come. So each group is told that it is between passes.
     """
     state: Any = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None)
@@ -62,27 +52,26 @@ def reshard(module: FSDPModule) -> None:
             group.reshard()
 
 
-def is_dtensor(tensor: torch.Tensor) -> bool:
-    return DTensor is not None and isinstance(tensor, DTensor)
+def is_dtensor(tensor: torch.Tensor) -> TypeGuard[DTensor]:
+    return isinstance(tensor, DTensor)
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
-    """Returns True if no rank need hold the whole tensor."""
-    return is_dtensor(tensor) and not all(p.is_replicate() for p in tensor.placements)  # type: ignore[attr-defined]
+    """Returns False where every rank of its mesh holds the whole tensor."""
+    return is_dtensor(tensor) and not all(p.is_replicate() for p in tensor.placements)
 
 
 def block_in(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns the tensor whose memory it is: a DTensor's local block, or itself."""
-    return tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+    """Returns the plain tensor that has the memory: a DTensor's local block; any other tensor itself."""
+    return tensor._local_tensor if is_dtensor(tensor) else tensor
 
 
 def own_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns this rank's part of what a layer computed; no rows of a part that an earlier rank holds too."""
+    """Returns this rank's part of what a layer computed: no rows if a rank before this one holds the same part."""
     if not is_dtensor(tensor):
         return tensor
-    mesh: DeviceMesh = tensor.device_mesh  # type: ignore[attr-defined]
-    at = mesh.get_coordinate() or ()
-    repeated = any(p.is_replicate() and number for p, number in zip(tensor.placements, at, strict=False))  # type: ignore[attr-defined]
+    at = tensor.device_mesh.get_coordinate() or ()
+    repeated = any(p.is_replicate() and number for p, number in zip(tensor.placements, at, strict=False))
     return block_in(tensor)[:0] if repeated else block_in(tensor)
 
 
@@ -141,7 +130,7 @@ def _dtensor_like(here: Any, block: torch.Tensor, shape: Sequence[int], name: st
             f"{name}: the checkpoint has this rank's block {list(block.shape)} of a DTensor of shape {shape}, and in "
             f"this process that is {list(block_here.shape)} of {list(here.shape)}: resume with the same mesh"
         )
-    mesh, placements = here.device_mesh, here.placements  # type: ignore[attr-defined]
+    mesh, placements = here.device_mesh, here.placements
     return DTensor.from_local(
         block.to(block_here), mesh, placements, run_check=False, shape=here.shape, stride=here.stride()
     )
@@ -149,7 +138,7 @@ def _dtensor_like(here: Any, block: torch.Tensor, shape: Sequence[int], name: st
 
 def require_known_holders(name: str, parameter: torch.Tensor, ranks: int) -> None:
     """Raises ``UnsupportedError`` for a DTensor on a mesh without some ranks: it is not known what these hold."""
-    if is_dtensor(parameter) and (mesh := _root(parameter.device_mesh)).size() != ranks:  # type: ignore[attr-defined]
+    if is_dtensor(parameter) and (mesh := _root(parameter.device_mesh)).size() != ranks:
         raise UnsupportedError(
             f"parameter {name!r} lies on {mesh}, which is not all of the {ranks} ranks, so it is not known what the "
             "others hold. Slice the meshes of all parameters from one of all ranks, init_device_mesh(..., "
@@ -158,16 +147,20 @@ def require_known_holders(name: str, parameter: torch.Tensor, ranks: int) -> Non
 
 
 def block_of(tensor: torch.Tensor, what: str) -> LocalBlock:
-    """This rank's block of ``tensor``; ``what`` names it in messages.
+    """Returns this rank's block of ``tensor``.
 
-    A DTensor that is replicated over its whole mesh counts as plain. One that is sharded in some mesh
-    dimensions and replicated in others (HSDP, tensor parallelism beside FSDP) is held by several ranks but
-    not by all: the first of them writes it, the others hold duplicates.
+    A DTensor that is replicated over its whole mesh counts as plain. One that is sharded in some mesh dimensions and
+    replicated in others (HSDP, tensor parallelism beside FSDP) is held by several ranks but not by all: the first of
+    them writes it, the others hold duplicates.
+
+    Args:
+        tensor: A plain tensor or a DTensor.
+        what: Names it in messages.
 
     Raises:
-        UnsupportedError: partial sums, other tensor subclasses, sparse layouts.
+        UnsupportedError: The tensor has partial sums, a sparse layout, or is of another subclass.
     """
-    if DTensor is not None and isinstance(tensor, DTensor):
+    if is_dtensor(tensor):
         return _dtensor_block(tensor, what)
     if is_traceable_wrapper_subclass(tensor) or tensor.layout is not torch.strided or tensor.is_quantized:
         raise UnsupportedError(
@@ -196,10 +189,10 @@ def _dtensor_block(tensor: DTensor, what: str) -> LocalBlock:
 
 
 def _is_in_one_piece(mesh: DeviceMesh, placements: Sequence[Placement]) -> bool:
-    """False where FSDP2's strided shards are not divided further by the mesh dimensions that they were made for.
+    """Returns whether each rank's part of the tensor is one contiguous block.
 
-    A dimension that was sharded before (by experts, by tensor parallelism) is cut by FSDP2 into as many pieces a rank
-    as there are ranks in those mesh dimensions, to their right, each of which holds one of the pieces.
+    FSDP2 cuts a dimension that was sharded before (by experts, by tensor parallelism) into ``split_factor`` pieces per
+    rank. A rank holds one piece only if mesh dimensions to the right, with that many ranks, divide the pieces.
     """
     for at, placement in enumerate(placements):
         pieces = getattr(placement, "split_factor", 1)
@@ -215,10 +208,10 @@ def _is_in_one_piece(mesh: DeviceMesh, placements: Sequence[Placement]) -> bool:
 def _layout(
     global_shape: tuple[int, ...], mesh: DeviceMesh, placements: tuple[Placement, ...], rank: int
 ) -> tuple[tuple[int, ...], tuple[int, ...], int | None]:
-    """(local shape, offsets, the other rank that writes it) on ``rank``, this process's.
+    """Returns (local shape, offsets, the other rank that writes the block or None) on ``rank``, this process's.
 
-    Kept, since it is asked for every tensor at every snapshot; the rank is part of the question because it
-    may change when process groups are rebuilt, and meshes compare equal all the same.
+    The results are cached, since every snapshot asks for every tensor. ``rank`` is part of the key because it may
+    change when process groups are rebuilt, although meshes compare equal.
     """
     shape, offsets = compute_local_shape_and_global_offset(global_shape, mesh, placements)
     sharded = not all(placement.is_replicate() for placement in placements)
@@ -226,7 +219,7 @@ def _layout(
 
 
 def _root(mesh: DeviceMesh) -> DeviceMesh:
-    """The mesh that ``mesh`` was sliced from, or ``mesh`` itself."""
+    """Returns the mesh that ``mesh`` was sliced from, or ``mesh`` itself."""
     if hasattr(mesh, "_get_root_mesh"):
         return mesh._get_root_mesh()
     from torch.distributed import device_mesh  # torch 2.9 and older
@@ -236,10 +229,10 @@ def _root(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def _other_writer(mesh: DeviceMesh, placements: Sequence[Placement]) -> int | None:
-    """The first of the ranks that hold the same block; None if that is this rank.
+    """Returns the first of the ranks that hold the same block; None if that is this rank.
 
-    Those are the ranks that differ only in mesh dimensions along which the tensor is not sharded: the
-    replicated ones, and those of the whole mesh that this tensor's sub-mesh leaves out.
+    The coordinates of these ranks differ only in mesh dimensions along which the tensor is not sharded: replicated
+    ones, and dimensions of the whole mesh that the tensor's sub-mesh leaves out.
     """
     names = mesh.mesh_dim_names or tuple(map(str, range(mesh.ndim)))
     sharded = {name for name, placement in zip(names, placements, strict=True) if not placement.is_replicate()}

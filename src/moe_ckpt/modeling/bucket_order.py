@@ -1,10 +1,10 @@
-"""DDP's buckets, laid out alike in every process of a run: without that, a resume is not exact on three ranks or more.
+"""Lays out DDP's buckets alike in every process of a run; else a resume is not exact on three or more ranks.
 
-DDP adds up gradients bucket by bucket, and where in a bucket a gradient lies decides in which order the terms of the
-ranks are added. A process begins with buckets in the reverse order of the parameters, and after its first backward pass
-lays them out anew, once, in the order in which gradients became ready. The first step of a resumed process would
-therefore round otherwise than the same step of a run that was never interrupted. So each checkpoint records the order,
-and a resumed process lays its buckets out before its first step, by a backward pass of zeros in that order.
+DDP adds up gradients bucket by bucket, and the place of a gradient in its bucket decides in which order the terms of
+the ranks are added. A process begins with buckets in the reverse order of the parameters, and after its first backward
+pass lays them out anew, once, in the order in which gradients became ready. So the first step of a resumed process
+would be rounded differently from the same step of a run that was not interrupted. Therefore each checkpoint records the
+order, and a resumed process lays its buckets out before its first step, by a backward pass of zeros in that order.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ log = logging.getLogger("moe_ckpt")
 BUCKETS_KEY = "moe_ckpt_ddp_buckets"
 """Name in a checkpoint: the order, as ``BucketOrder.recorded``."""
 _REBUILT = "rebuilt_per_bucket_param_indices"
-"""In what DDP logs: indices of parameters, separated by blanks, and by commas where a bucket ends."""
+"""Key in DDP's log: indices of parameters, separated by blanks, and by commas between buckets."""
 _LEAST_RANKS = 3
 """The sum of two terms is the same in either order."""
 
@@ -36,7 +36,7 @@ class BucketOrder:
 
     Args:
         model: Before its first step.
-        hooked: It gets a communication hook.
+        hooked: The model gets a communication hook.
 
     Attributes:
         recorded: The order, for a checkpoint; None before the first step of a run.
@@ -46,7 +46,7 @@ class BucketOrder:
         self._model = model
         self._hooked = hooked or bool(model._comm_hooks)
         self.recorded: str | None = None
-        self._settled = False  # what is recorded is how the buckets of this process lie, or nothing ever will be
+        self._settled = False  # ``recorded`` is the order of this process's buckets, or the order cannot be known
 
     @classmethod
     def of(cls, model: object, world_size: int, *, hooked: bool = False) -> BucketOrder | None:
@@ -129,7 +129,7 @@ class BucketOrder:
         self.recorded = order
 
     def _parameters(self) -> list[nn.Parameter]:
-        """Those that DDP reduces, in the order in which it numbers them."""
+        """Returns the parameters that DDP reduces, in the order in which it numbers them."""
         return [parameter for parameter in self._model._module_parameters if parameter.requires_grad]
 
 
@@ -149,13 +149,13 @@ def _backward_of_zeros(model: DistributedDataParallel, parameters: Sequence[nn.P
 
 
 def encoded(order: Sequence[int]) -> str:
-    """Returns the order as a short text, for differences repeat from layer to layer."""
+    """Returns the order as a short text: compressed differences, which repeat from layer to layer."""
     differences = np.diff(np.asarray(order, dtype="<i4"), prepend=np.asarray([0], dtype="<i4"))
     return base64.b64encode(zlib.compress(differences.tobytes())).decode("ascii")
 
 
 def decoded(text: str, parameters: int) -> list[int] | None:
-    """Returns the order that ``encoded`` made ``text`` of; None if it is not one of so many parameters."""
+    """Returns the order that ``encoded`` made ``text`` of; None if it is not of this number of parameters."""
     size = 4 * parameters
     try:
         packed = base64.b64decode(text, validate=True)

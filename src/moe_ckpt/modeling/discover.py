@@ -1,9 +1,9 @@
 """Finds the MoE layers of a model and builds its operator catalog.
 
-Recognised without help: stacked experts (every family of transformers 5 that has them, torchtitan's
-GroupedExperts) and ModuleList or ModuleDict experts beside a router. Anything else is registered with
-``register_moe``. A wrong guess would be wrong slices in a checkpoint, so doubtful parameters are never
-given to an expert: they go to the layer's gate, which every checkpoint saves.
+Recognised without help: stacked experts (every family of transformers 5 that has them, torchtitan's GroupedExperts)
+and ModuleList or ModuleDict experts beside a router. All others are registered with ``register_moe``. A wrong guess
+would make wrong slices in a checkpoint, so no expert gets a doubtful parameter: the layer's gate does, which every
+checkpoint saves.
 """
 
 from __future__ import annotations
@@ -56,18 +56,6 @@ def expert_children(module: nn.Module) -> list[nn.Module]:
     return children if all(_signature(child) == first for child in children[1:]) else []
 
 
-def expert_parameters(named: object, experts: int | None) -> list[nn.Parameter]:
-    """Returns the entries of a ParameterList, if two or more, of one shape, and as many as there are experts; else [].
-
-    Args:
-        named: What a registration names.
-        experts: How many there are, if that is known.
-    """
-    entries = list(named.parameters()) if isinstance(named, nn.ParameterList) else []
-    alike = len(entries) > 1 and len({entry.shape for entry in entries}) == 1
-    return entries if alike and experts in (None, len(entries)) else []
-
-
 def _signature(module: nn.Module) -> tuple[object, ...]:
     return (type(module), *((name, tuple(p.shape)) for name, p in module.named_parameters()))
 
@@ -75,8 +63,8 @@ def _signature(module: nn.Module) -> tuple[object, ...]:
 def stack_size(module: nn.Module) -> int | None:
     """Returns E, if ``module`` itself holds stacked expert parameters ``[E, ., .]``; else None.
 
-    E must be one of the module's own attributes about experts, or shared by two or more stacked
-    parameters. Where stacks differ in length (LongCat's zero-computation experts) the shortest counts.
+    E must be the value of an attribute of the module with "expert" in its name, or the length of two or more stacked
+    parameters. If stacks differ in length (LongCat's zero-computation experts), the shortest one counts.
     """
     stacked = [p for p in module._parameters.values() if p is not None and p.ndim >= 2]
     sizes = {p.shape[0] for p in stacked if p.ndim >= 3}
@@ -91,7 +79,7 @@ def stack_size(module: nn.Module) -> int | None:
 
 
 def mentions_experts(name: str, module: nn.Module) -> bool:
-    """Returns whether a module's name, class or attributes speak of experts: weak evidence, used beside stronger."""
+    """Returns whether "expert" is in a module's name, class or attributes: weak evidence, used beside stronger."""
     words = [name.rpartition(".")[2], type(module).__name__, *vars(module)]
     return any("expert" in word.lower() for word in words)
 
@@ -101,7 +89,7 @@ def is_router_name(name: str) -> bool:
 
 
 def _routers_of(layer: nn.Module) -> Iterator[nn.Module]:
-    """Returns the direct children of ``layer`` that are routers by name."""
+    """Yields the direct children of ``layer`` that are routers by name."""
     for name, child in layer._modules.items():
         if child is not None and is_router_name(name) and not is_container(unwrap(child)):
             yield unwrap(child)
@@ -121,7 +109,7 @@ def is_gate_parameter(name: str, parameter: nn.Parameter, experts: int) -> bool:
 
 
 def top_k(experts: int, *modules: nn.Module) -> int | None:
-    """Returns the experts per token, if one of the modules says so."""
+    """Returns the experts per token, by an attribute of one of the modules; None if none has it."""
     for module in modules:
         for name in _TOP_K:
             value = vars(module).get(name)
@@ -130,12 +118,12 @@ def top_k(experts: int, *modules: nn.Module) -> int | None:
     return None
 
 
-_LEVELS_UP = 2  # a container's router sits in its parent, or one above (MoE.experts.local_experts)
+_LEVELS_UP = 2  # a container's router is in its parent, or one above (MoE.experts.local_experts)
 
 
 @dataclass(frozen=True, eq=False)
 class RoutingSource:
-    """The place at which a layer's routing can be seen in a forward pass.
+    """The place at which a layer's routing can be observed in a forward pass.
 
     Attributes:
         kind: "indices" (argument of ``modules[0]`` with expert indices), "counts" (argument with tokens per expert),
@@ -157,9 +145,9 @@ class FoundLayer:
         info: Its number, name and sizes.
         experts: Spans of each expert.
         gate: Names of gate parameters.
-        source: Where its routing can be seen.
+        source: Where its routing can be observed.
         layer: The module of that name.
-        routers: Modules in it that route, if they are modules of their own.
+        routers: Modules in it that route.
     """
 
     info: MoELayer
@@ -172,7 +160,7 @@ class FoundLayer:
 
 @dataclass(eq=False)
 class _Draft:
-    """A layer being put together: where it is, what holds its experts, and the rows of each of them."""
+    """A layer that is being assembled: its place, the modules that hold its experts, and the rows of each expert."""
 
     name: str
     layer: nn.Module
@@ -186,8 +174,8 @@ def find_moe_layers(model: nn.Module) -> list[FoundLayer]:
     """Returns all MoE layers in the order of ``named_modules()``. Empty for a dense model.
 
     Raises:
-        ConfigError: a registered layer is not built as its registration says, or its routing cannot be seen.
-        UnsupportedError: two experts share a parameter.
+        ConfigError: A registered layer is not built as its registration says, or its routing cannot be observed.
+        UnsupportedError: Two experts share a parameter.
     """
     names = {id(parameter): name for name, parameter in parameters_of(model)}
     modules = {clean_name(raw): module for raw, module in model.named_modules() if unwrap(module) is module}
@@ -202,18 +190,19 @@ def find_moe_layers(model: nn.Module) -> list[FoundLayer]:
             continue
         for holder in [module] if spec else draft.holders:
             inside.update(id(child) for child in holder.modules())
-        key = (draft.name, len(draft.spans))
-        if key in drafts:
-            _merge(drafts[key], draft)
-        else:
-            drafts[key] = draft
+        first = drafts.setdefault((draft.name, len(draft.spans)), draft)
+        if first is not draft:  # the layer has its experts in two places (JetMoE: input and output projections)
+            for spans, more in zip(first.spans, draft.spans, strict=True):
+                spans.extend(more)
+            first.holders.extend(draft.holders)
+            first.source = first.source or draft.source
     return _finish(list(drafts.values()), names)
 
 
 def _recognised(
     name: str, module: nn.Module, modules: Mapping[str, nn.Module], names: Mapping[int, str]
 ) -> _Draft | None:
-    """A draft of the layer whose experts ``module`` holds, or None if it holds none."""
+    """Returns a draft of the layer whose experts ``module`` holds; None if it holds none."""
     if not name:
         return None
     if is_container(module):
@@ -244,7 +233,7 @@ def _recognised(
 def _site(
     name: str, modules: Mapping[str, nn.Module], experts: int, exact: bool
 ) -> tuple[str, nn.Module, list[nn.Module]] | None:
-    """(name, module, routers) of the nearest module around ``name`` that has a router."""
+    """Returns (name, module, routers) of the nearest module around ``name`` that has a router; None if none has."""
     for _ in range(_LEVELS_UP):
         if not name:
             return None
@@ -259,7 +248,7 @@ def _site(
 
 
 def _stack_source(module: nn.Module) -> RoutingSource | None:
-    """How routing is seen at a module with stacked experts, if its forward says so."""
+    """Returns how routing is observed at a module with stacked experts, by the names of its forward's arguments."""
     arguments = list(enumerate(inspect.signature(module.forward).parameters))
     for at, name in arguments:
         if _INDEX.match(name):  # the chosen experts
@@ -269,32 +258,32 @@ def _stack_source(module: nn.Module) -> RoutingSource | None:
 
 
 def _rows(stacked: Sequence[nn.Parameter], experts: int, names: Mapping[int, str]) -> list[list[Span]]:
-    """One row of each stacked parameter per expert. Rows beyond E (zero experts) belong to nobody here."""
+    """Returns one row of each stacked parameter per expert. Rows beyond E (zero experts) are left to the gate."""
     return [[Span(names[id(p)], e, e + 1) for p in stacked if p.shape[0] >= experts] for e in range(experts)]
 
 
 def _registered(name: str, layer: nn.Module, spec: MoESpec, names: Mapping[int, str]) -> _Draft:
-    """A draft of a registered layer."""
+    """Returns a draft of a registered layer."""
     who = f"{type(layer).__name__} at {name!r}"
     named = [_member(layer, path, who) for path in spec.experts]
-    children = [expert_children(m) if is_container(m) else [] for m in named]
-    declared = _declared(layer, named)
-    listed = [expert_parameters(m, declared) for m in named]
+    modules = [m for m in named if isinstance(m, nn.Module)]
+    # E, if an attribute of the layer or of what holds the experts says so.
+    sizes = (vars(m)["num_experts"] for m in (*modules, layer) if type(vars(m).get("num_experts")) is int)
+    declared = next(sizes, None)
     stacked: list[nn.Parameter] = []
-    for m, kids, row in zip(named, children, listed, strict=True):
+    separate: list[list[list[nn.Parameter]]] = []
+    for m in named:
         if isinstance(m, nn.Parameter):
             stacked.append(m)
-        elif not kids and not row:  # a vector below a module may be shared by all experts
+        elif apart := _apart(m, declared):
+            separate.append(apart)
+        else:  # a vector below a module may be shared by all experts
             stacked += [p for p in m.parameters() if p.ndim >= 2]
-    lengths = {len(kids) for kids in children if kids} | {len(row) for row in listed if row}
-    size = _registered_size(lengths, declared, stacked, spec, who)
+    size = _registered_size({len(experts) for experts in separate}, declared, stacked, spec, who)
     spans: list[list[Span]] = [[] for _ in range(size)]
-    for kids in filter(None, children):
-        for expert, child in enumerate(kids):
-            spans[expert].extend(Span(names[id(p)]) for p in child.parameters())
-    for row in filter(None, listed):
-        for expert, parameter in enumerate(row):
-            spans[expert].append(Span(names[id(parameter)]))
+    for experts in separate:
+        for expert, parameters in enumerate(experts):
+            spans[expert].extend(Span(names[id(p)]) for p in parameters)
     for parameter in stacked:
         width = parameter.shape[0] // size if spec.flat else 1
         if parameter.shape[0] == width * size:
@@ -304,13 +293,11 @@ def _registered(name: str, layer: nn.Module, spec: MoESpec, names: Mapping[int, 
         raise ConfigError(f"register_moe: no parameter with {size} experts was found under {spec.experts} of {who}")
     router = _member(layer, spec.router, who) if spec.router else None
     routers = [router] if isinstance(router, nn.Module) else []
-    modules = [m for m in named if isinstance(m, nn.Module)]
-    source = _registered_source(layer, spec, modules, children, routers, who)
-    return _Draft(name, layer, spans, modules, routers, source)
+    return _Draft(name, layer, spans, modules, routers, _registered_source(layer, spec, modules, routers, who))
 
 
 def _member(layer: nn.Module, path: str, who: str) -> nn.Module | nn.Parameter:
-    """The submodule or parameter of ``layer`` at a dotted path."""
+    """Returns the submodule or parameter of ``layer`` at a dotted path."""
     member: object = layer
     for part in path.split("."):
         member = getattr(unwrap(member) if isinstance(member, nn.Module) else member, part, None)
@@ -321,17 +308,24 @@ def _member(layer: nn.Module, path: str, who: str) -> nn.Module | nn.Parameter:
     raise ConfigError(f"register_moe: {who} has no submodule or parameter {path!r}; name what its forward uses")
 
 
-def _declared(layer: nn.Module, named: Sequence[nn.Module | nn.Parameter]) -> int | None:
-    """E of a registered layer, if it or what holds the experts says so by an attribute."""
-    owners = [m for m in named if isinstance(m, nn.Module)] + [layer]
-    sizes = (vars(m)["num_experts"] for m in owners if type(vars(m).get("num_experts")) is int)
-    return next(sizes, None)
+def _apart(module: nn.Module, experts: int | None) -> list[list[nn.Parameter]]:
+    """Returns the parameters of each expert, if ``module`` lists experts, or one parameter of each; else [].
+
+    Args:
+        module: What a registration names.
+        experts: E, if it is known.
+    """
+    if is_container(module):
+        return [list(child.parameters()) for child in expert_children(module)]
+    entries = list(module.parameters()) if isinstance(module, nn.ParameterList) else []
+    alike = len(entries) > 1 and len({entry.shape for entry in entries}) == 1
+    return [[entry] for entry in entries] if alike and experts in (None, len(entries)) else []
 
 
 def _registered_size(
     sizes: set[int], declared: int | None, stacked: Sequence[nn.Parameter], spec: MoESpec, who: str
 ) -> int:
-    """E of a registered layer: the lengths that its lists of experts have, else what it says, else those of stacks."""
+    """Returns E of a registered layer: the length of its lists of experts, else ``declared``, else that of stacks."""
     if not sizes and declared is not None:
         return declared
     if not sizes and not spec.flat:
@@ -348,18 +342,17 @@ def _registered_source(
     layer: nn.Module,
     spec: MoESpec,
     modules: Sequence[nn.Module],
-    children: Sequence[list[nn.Module]],
     routers: Sequence[nn.Module],
     who: str,
 ) -> RoutingSource:
-    """How the routing of a registered layer is seen."""
+    """Returns how the routing of a registered layer is observed."""
     if spec.assignments is not None:
         hooked = {"router": routers, "experts": modules, "layer": [layer]}[spec.on]
         if not hooked:
             raise ConfigError(f"register_moe: on={spec.on!r} names no module of {who}; set on='layer'")
         return RoutingSource("assignments", (hooked[0],), assignments=spec.assignments)
-    for kids in filter(None, children):
-        return RoutingSource("rows", tuple(kids))
+    for experts in filter(None, (expert_children(module) for module in modules if is_container(module))):
+        return RoutingSource("rows", tuple(experts))
     for module in modules:
         if (source := _stack_source(module)) is not None:
             return source
@@ -368,16 +361,8 @@ def _registered_source(
     raise ConfigError(f"register_moe: the routing of {who} cannot be observed; set assignments=, see register_moe")
 
 
-def _merge(draft: _Draft, other: _Draft) -> None:
-    """Add experts that the same layer keeps in a second place (JetMoE: input and output projections)."""
-    for mine, more in zip(draft.spans, other.spans, strict=True):
-        mine.extend(more)
-    draft.holders.extend(other.holders)
-    draft.source = draft.source or other.source
-
-
 def _finish(drafts: Sequence[_Draft], names: Mapping[int, str]) -> list[FoundLayer]:
-    """Number the layers and give each gate what no expert holds of its router and containers."""
+    """Numbers the layers, and gives each gate the parameters of its routers and containers that are no expert's."""
     _require_own_experts(drafts)
     taken = {span.parameter for draft in drafts for spans in draft.spans for span in spans}
     layers = []
@@ -397,7 +382,7 @@ def _finish(drafts: Sequence[_Draft], names: Mapping[int, str]) -> list[FoundLay
 
 
 def _require_own_experts(drafts: Sequence[_Draft]) -> None:
-    """Raises ``UnsupportedError`` for rows that are two experts', as where two layers have one module as an expert."""
+    """Raises ``UnsupportedError`` for rows of two experts, as where two layers have the same module as an expert."""
     owners: dict[Span, tuple[int, int]] = {}
     for at, draft in enumerate(drafts):
         for expert, span in ((e, span) for e, spans in enumerate(draft.spans) for span in spans):
@@ -413,12 +398,14 @@ def _require_own_experts(drafts: Sequence[_Draft]) -> None:
 def build_catalog(model: nn.Module, layers: Sequence[FoundLayer] | None = None) -> Catalog:
     """Returns the operator catalog of ``model``: equal on every rank, from names and global shapes.
 
-    ``layers``: what ``find_moe_layers`` gave, if known. Without MoE layers all state is non-expert.
+    Args:
+        model: Without MoE layers all of its state is non-expert.
+        layers: Result of ``find_moe_layers``, if known.
 
     Raises:
-        ConfigError: see ``find_moe_layers``.
-        UnsupportedError: a parameter has no shape yet (lazy module).
-        CoverageError: an expert's rows were claimed twice.
+        ConfigError: As ``find_moe_layers``.
+        UnsupportedError: A parameter has no shape yet (lazy module).
+        CoverageError: Two experts have the same rows.
     """
     layers = find_moe_layers(model) if layers is None else layers
     shapes: dict[str, tuple[int, ...]] = {}
@@ -439,7 +426,7 @@ def build_catalog(model: nn.Module, layers: Sequence[FoundLayer] | None = None) 
 
 
 def _operators(layer: FoundLayer, shapes: Mapping[str, tuple[int, ...]]) -> list[Operator]:
-    """The experts of one layer and its gate. The gate exists even if it has no parameters."""
+    """Returns the operators of one layer: its experts and its gate, which exists even without parameters."""
     index = layer.info.index
     operators = [
         Operator(expert_id(index, e), OperatorKind.EXPERT, spans, index, e) for e, spans in enumerate(layer.experts)
@@ -456,8 +443,8 @@ def _operators(layer: FoundLayer, shapes: Mapping[str, tuple[int, ...]]) -> list
 def non_expert_group(name: str) -> str:
     """Returns the group of a non-expert parameter, from its name alone.
 
-    The innermost numbered block and the child under it (``model.layers.3.self_attn``); for a parameter in
-    no numbered block, the module that owns it (``model.embed_tokens``); at the root, its own name.
+    That is the innermost numbered block with the child below it (``model.layers.3.self_attn``); for a parameter in no
+    numbered block, the module that owns it (``model.embed_tokens``); at the root, the parameter's own name.
     """
     path = name.split(".")[:-1]
     blocks = [at for at, part in enumerate(path) if part.isdigit()]

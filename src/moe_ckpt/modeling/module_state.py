@@ -1,9 +1,8 @@
 """The state of a module besides its parameters' values: buffers, extra state, and which parameters are trained.
 
-Only persistent buffers, those that ``state_dict()`` has: a module declares a buffer non-persistent to say
-that it is rebuilt (causal masks, rotary tables), and giving it an old value would be a surprise.
-
-Training may freeze and thaw parameters as it goes on, so that is state, too.
+Only persistent buffers are saved, those that ``state_dict()`` has: a module declares a buffer non-persistent if it
+computes it again (causal masks, rotary tables). Which parameters require gradients is state, too, since training may
+freeze and thaw them.
 """
 
 from __future__ import annotations
@@ -25,16 +24,16 @@ from moe_ckpt.modeling.blocks import block_of, is_dtensor
 from moe_ckpt.modeling.watching import Walk
 
 _VARYING = "varying_buffers"
-"""Key of the names of those whose shape has changed in the run; absent if there are none."""
+"""Key of the names of buffers whose shape has changed in the run; absent if there are none."""
 _ALIASES = "aliases"
-"""Key of further names; absent if there are none."""
+"""Key of further names of state that several modules share; absent if there are none."""
 
 
 class Varying:
-    """Finds the buffers whose shape changes in training: of those the checkpoint decides, not the script.
+    """The buffers whose shape changes in training. Restored, they get the checkpoint's shape, not the script's.
 
     Attributes:
-        names: Of those found so far, in this process or before.
+        names: Of the buffers known to do so, from this process or the checkpoint.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -44,23 +43,21 @@ class Varying:
         }
 
     def note(self, present: Mapping[str, torch.Tensor]) -> None:
-        """Notes that the buffers are these now."""
+        """Adds the names of buffers whose shape is no longer the first one."""
         for name, buffer in present.items():
             if self._first.setdefault(name, buffer.shape) != buffer.shape:
                 self.names.add(name)
 
 
-def read(model: nn.Module, varying: Varying, walk: Walk | None = None) -> dict[str, Any]:
+def read(walk: Walk, varying: Varying) -> dict[str, Any]:
     """Returns {"buffers": {name: live tensor}, "extra_state": {module name: value}, "own_state": {...}}.
 
-    Of what several modules share there is one entry, and under "aliases" {other name in ``state_dict()``: that name}.
-    Costs as much as there is of these.
+    State that several modules share has one entry, and "aliases" has {further name in ``state_dict()``: its name}.
 
     Args:
-        varying: Of the model. If there are such buffers, their names are added.
-        walk: Of the model, if it is known and current.
+        walk: Of the model, current.
+        varying: Of the model. Buffers whose shape has changed are added.
     """
-    walk = walk or Walk(model)
     extra = {name: module.get_extra_state() for name, module in walk.with_extra}
     held, tied = _held(walk)
     blocks, added = _blocks(held), _own_state(walk)
@@ -72,17 +69,17 @@ def read(model: nn.Module, varying: Varying, walk: Walk | None = None) -> dict[s
 
 
 def buffers(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Returns {name: live tensor} of the persistent buffers; of a sharded one this rank's part."""
+    """Returns the persistent buffers by name, as live tensors; this rank's part of a sharded one."""
     return _blocks(_held(Walk(model))[0])
 
 
 def tied_buffers(model: nn.Module) -> dict[str, str]:
-    """Returns further names of persistent buffers -> the name in ``buffers``."""
+    """Returns further name of a persistent buffer -> its name in ``buffers``."""
     return _held(Walk(model))[1]
 
 
 def check(model: nn.Module, varying: Varying, stored: Mapping[str, Any]) -> None:
-    """Raise ``ConfigError`` naming what the model and the checkpoint do not share."""
+    """Raises ``ConfigError``, naming the differences, unless ``write`` can restore ``stored`` into the model."""
     walk = Walk(model)
     here, saved = _held(walk)[0], stored["buffers"]
     varies = varying.names.union(stored.get(_VARYING, ()))
@@ -99,14 +96,14 @@ def check(model: nn.Module, varying: Varying, stored: Mapping[str, Any]) -> None
 
 
 def write(model: nn.Module, varying: Varying, stored: Mapping[str, Any]) -> None:
-    """Copy buffers in place and hand extra state back. ``check`` has passed."""
+    """Restores buffers in place, extra state and own state. ``check`` has passed."""
     walk = Walk(model)
     varying.names.update(stored.get(_VARYING, ()))
     with torch.no_grad():
         for name, held in _held(walk)[0].items():
             value = stored["buffers"][name]
             buffer = block_of(held, f"buffer {name}").local
-            if buffer.shape != value.shape:  # the very same tensor with other memory: DDP knows it
+            if buffer.shape != value.shape:  # other memory, but the same tensor object, which DDP refers to
                 held.data = buffer = torch.empty_like(value, dtype=held.dtype, device=held.device)
             buffer.copy_(value)
     for name, module in walk.named:
@@ -117,9 +114,9 @@ def write(model: nn.Module, varying: Varying, stored: Mapping[str, Any]) -> None
 
 
 def _own_state(walk: Walk) -> dict[str, dict[str, Any]]:
-    """Module name -> entries that it adds to its state_dict beside parameters and buffers (torchmetrics' states).
+    """Returns module name -> further entries of its state_dict, beside parameters and buffers (torchmetrics' states).
 
-    Only modules with a ``state_dict`` of their own can do that, so only those are asked.
+    Only modules that override ``state_dict`` can have these.
     """
     added: dict[str, dict[str, Any]] = {}
     for name, module in walk.with_own:
@@ -132,7 +129,7 @@ def _own_state(walk: Walk) -> dict[str, dict[str, Any]]:
 
 
 def _of_shared(walk: Walk, added: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
-    """Further name -> name, of extra state and own entries of modules that are in several places."""
+    """Returns further name -> name, of extra state and own entries of modules that are in several places."""
     overriding = {id(module) for _, module in walk.with_extra}
     aliases: dict[str, str] = {}
     for name, first, module in walk.shared:
@@ -142,12 +139,12 @@ def _of_shared(walk: Walk, added: Mapping[str, Mapping[str, Any]]) -> dict[str, 
 
 
 def _blocks(held: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Name -> this rank's part of each buffer."""
+    """Returns name -> this rank's part of each buffer."""
     return {name: block_of(buffer, f"buffer {name}").local for name, buffer in held.items()}
 
 
 def _held(walk: Walk) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """(name -> persistent buffer, tied ones once; further name -> name)."""
+    """Returns (name -> persistent buffer, each once; further name -> name)."""
     first: dict[int, str] = {}
     held: dict[str, torch.Tensor] = {}
     aliases: dict[str, str] = {}
@@ -181,7 +178,7 @@ _REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 class Frozen:
-    """Names of the parameters that require no gradient; the same object for as long as they are the same."""
+    """The names of the parameters that require no gradient; the same object as long as the names are the same."""
 
     def __init__(self) -> None:
         self._parameters: Mapping[str, nn.Parameter] = {}
@@ -189,12 +186,12 @@ class Frozen:
         self._names = FixedStrings(())
 
     def names(self, parameters: Mapping[str, nn.Parameter]) -> FixedStrings:
-        """Returns the names; called at every snapshot, so it compares at the speed of built-in functions.
+        """Returns the names. Called at every snapshot, so no bytecode runs per parameter.
 
         Args:
-            parameters: The model's, by name; another object if there are others.
+            parameters: The model's, by name; another object if the parameters are others.
         """
-        with torch._C.DisableTorchFunction():  # a mode (torch.device) would be asked of each
+        with torch._C.DisableTorchFunction():  # else a mode, such as a torch.device, is asked for each parameter
             trained = list(map(_REQUIRES_GRAD, parameters.values()))
         if parameters is not self._parameters or trained != self._trained:
             self._parameters, self._trained = parameters, trained
@@ -203,11 +200,11 @@ class Frozen:
 
 
 class FrozenExperts:
-    """The experts that no update changes, as none of their parameters requires a gradient: of a stack all or none.
+    """The experts that no update changes, because none of their parameters requires a gradient.
 
     Args:
         catalog: Of the model.
-        parameters: Gives the model's parameters by name; the very same object for as long as they are the same.
+        parameters: Returns the model's parameters by name; the very same object as long as they are the same.
     """
 
     def __init__(self, catalog: Catalog, parameters: Callable[[], Mapping[str, nn.Parameter]]) -> None:
@@ -220,7 +217,7 @@ class FrozenExperts:
         self._mask: npt.NDArray[np.bool_] | None = None
 
     def __call__(self) -> npt.NDArray[np.bool_] | None:
-        """Returns ``[L, E]``, the very same array for as long as it is the same; None if no expert is frozen."""
+        """Returns a mask ``[L, E]``, the same object as long as it is equal; None if no expert is frozen."""
         every = self._parameters()
         if every is not self._every:
             shared = every.keys() & frozenset[str]().union(*self._of.values())
@@ -236,7 +233,7 @@ class FrozenExperts:
 
 
 def freeze(parameters: Mapping[str, nn.Parameter], frozen: Collection[str]) -> None:
-    """Make those of ``frozen`` require no gradient, and all others require one."""
+    """Makes the parameters named in ``frozen`` require no gradient, and all others require one."""
     names = frozenset(frozen)
     for name, parameter in parameters.items():
         if parameter.requires_grad == (name in names):

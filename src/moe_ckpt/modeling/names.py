@@ -1,10 +1,8 @@
 """Names of parameters and modules as they appear in checkpoints.
 
-``torch.compile(module)`` and activation-checkpoint wrappers put a component of their own into every name
-below them. It says how the model runs, not what it is, so it is left out: a compiled and an eager model
-share a store. Every other name is the one that ``named_parameters`` gives at run time.
-
-And whether torch.compile makes what a model runs: other gradients are another program then, rounded otherwise.
+``torch.compile(module)`` and activation-checkpoint wrappers add a component to every name below them. It says how the
+model runs, not what it is, so it is left out: a compiled and an eager model share a store. All other components are
+those that ``named_parameters`` gives at run time.
 """
 
 from __future__ import annotations
@@ -50,7 +48,10 @@ def tied_aliases(model: nn.Module) -> dict[str, str]:
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Return whether a module of ``model`` is compiled: wrapped, in place (``module.compile()``) or by its forward."""
+    """Returns whether a module of ``model`` is compiled: wrapped, in place (``module.compile()``) or by its forward.
+
+    A program that is compiled for other gradients may round differently.
+    """
     return any(
         "_orig_mod" in module._modules
         or getattr(module, "_compiled_call_impl", None) is not None

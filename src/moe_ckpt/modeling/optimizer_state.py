@@ -1,19 +1,20 @@
-"""The state of a torch optimizer: its param groups, the state of each parameter, and how both come back.
+"""The state of a torch optimizer: its param groups and the state of each parameter, read and written.
 
-Tensors with elements are sliced, like the parameters. Besides:
+State tensors with elements are sliced, like the parameters. A checkpoint also has:
 
-- Param groups as plain data. Hyperparameters (lr, betas, weight_decay, initial_lr, ...) come back from a checkpoint.
-  Flags that choose an implementation and not a result (fused, foreach, capturable, differentiable) stay as the new run
-  set them: a checkpoint of a GPU run must open on a CPU.
-- State that is in no slice: parameters without elements, all of their state, and other state tensors without elements.
-  Optimizers take what they once put into a parameter's state for granted. So it comes back with the rest, although
-  nothing of it is in a tensor of the store (``format.contents``).
-- The optimizer's class, so that no other one goes on with its state.
+- The param groups, as plain data. Hyperparameters (lr, betas, weight_decay, initial_lr, ...) are restored. Flags that
+  choose an implementation and not a result (fused, foreach, capturable, differentiable) stay as the new run set them:
+  a checkpoint of a GPU run must open on a CPU.
+- State that no slice can hold: all state of parameters without elements, and state tensors without elements. An
+  optimizer expects to find whatever it once put into a parameter's state, so descriptions of these are restored too
+  (``format.contents``).
+- The optimizer's class, so that an optimizer of another class does not continue with this state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain, compress
 from operator import is_, itemgetter
 from typing import Any
@@ -36,8 +37,8 @@ ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
         *(optim.RAdam, optim.RMSprop, optim.Rprop, optim.SGD),
     }
 )
-"""Optimizers that update each element by its own gradient and state alone. Adafactor and Muon do not (their steps are
-scaled by a norm over the whole parameter), and of what is not known it must be assumed."""
+"""Optimizers that update each element by its own gradient and state alone. Adafactor and Muon do not: they scale steps
+by a norm over the whole parameter. Unknown optimizers are taken to do the same."""
 _TORCH = "torch.optim."
 
 
@@ -68,6 +69,8 @@ def require_same_class(which: str, optimizer: Optimizer, stored: str) -> None:
 
 
 IMPLEMENTATION_FLAGS = frozenset({"foreach", "fused", "capturable", "differentiable"})
+STEP = "step"
+"""What torch's optimizers call the count of a parameter's updates."""
 _PLAIN = (type(None), bool, int, float, str, bytes, torch.Tensor)
 _PLAIN_TYPES = frozenset(_PLAIN)
 
@@ -78,21 +81,14 @@ def read_groups(index: int, optimizer: Optimizer, names: Sequence[FixedStrings])
     Raises:
         UnencodableStateError: names the group and key of a value that is no plain data.
     """
-    groups = []
     for number, group in enumerate(optimizer.param_groups):
-        entry: dict[str, Any] = {}
-        for key, value in group.items():
-            if key == "params":
-                entry[key] = names[number]
-            else:
-                require_plain(value, f"optimizers/{index}/param_groups/{number}/{key}")
-                entry[key] = value
-        groups.append(entry)
-    return groups
+        for key in group.keys() - {"params"}:
+            require_plain(group[key], f"optimizers/{index}/param_groups/{number}/{key}")
+    return [{**group, "params": names[at]} for at, group in enumerate(optimizer.param_groups)]
 
 
 def require_plain(value: Any, path: str) -> None:
-    """Raise ``UnencodableStateError``, naming the place below ``path``, for a value that is no plain data."""
+    """Raises ``UnencodableStateError``, naming the place below ``path``, for a value that is no plain data."""
     if type(value) in _PLAIN_TYPES:
         return  # nearly all are
     if isinstance(value, (list, tuple, set, frozenset)):
@@ -108,7 +104,7 @@ def require_plain(value: Any, path: str) -> None:
 def check_groups(
     index: int, optimizer: Optimizer, names: Sequence[Collection[str]], stored: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Raise ``ConfigError`` unless the groups hold the same parameters, group by group.
+    """Raises ``ConfigError`` unless the groups hold the same parameters, group by group.
 
     Args:
         names: As for ``read_groups``.
@@ -144,13 +140,13 @@ def add_groups(
     parameters: Mapping[str, torch.nn.Parameter],
     stored: Sequence[Mapping[str, Any]],
 ) -> None:
-    """Add the groups that training had added (``Optimizer.add_param_group``) when a checkpoint was taken.
+    """Adds the param groups that training had added (``Optimizer.add_param_group``) when a checkpoint was taken.
 
-    Nothing is added where the groups that the script makes are others, or the parameters not the model's:
-    ``check_groups`` says what differs.
+    Nothing is added if the script's own groups differ from the checkpoint's, or if parameters are not the model's:
+    ``check_groups`` then says what differs.
 
     Args:
-        began: How many groups the script makes. What was added since is of another checkpoint, and is taken away.
+        began: How many groups the script makes. Groups added since belong to another checkpoint, and are removed.
         names: Name of each parameter by its id.
         parameters: The model's, by name.
         stored: Groups of the checkpoint.
@@ -170,7 +166,7 @@ def add_groups(
 
 
 def write_groups(optimizer: Optimizer, stored: Sequence[Mapping[str, Any]]) -> None:
-    """Put the stored hyperparameters back, in place. ``check_groups`` has passed."""
+    """Writes the stored hyperparameters into the groups. ``check_groups`` has passed."""
     for group, entry in zip(optimizer.param_groups, stored, strict=True):
         for key, value in entry.items():
             if key != "params" and key not in IMPLEMENTATION_FLAGS:
@@ -192,13 +188,18 @@ Unsliced = tuple[str, torch.Tensor, str, torch.Tensor]
 """(name of the parameter, itself, name of its state, live state)."""
 
 
+def is_sliced(parameter: torch.Tensor, value: object) -> bool:
+    """Returns whether a value of a parameter's state is a tensor that slices can hold."""
+    return isinstance(value, torch.Tensor) and bool(value.numel() and parameter.numel())
+
+
 def is_unsliced(parameter: torch.Tensor, value: object) -> bool:
     """Returns whether a value of a parameter's state is a tensor that no slice can hold."""
     return isinstance(value, torch.Tensor) and not (value.numel() and parameter.numel())
 
 
 def find_unsliced(states: Iterable[tuple[str, torch.Tensor, Mapping[str, Any]]]) -> list[Unsliced]:
-    """Returns what there is of it among (name, parameter, live state)."""
+    """Returns the unsliced tensors in these (name, parameter, live state)."""
     return [
         (name, parameter, key, value)
         for name, parameter, state in states
@@ -208,10 +209,10 @@ def find_unsliced(states: Iterable[tuple[str, torch.Tensor, Mapping[str, Any]]])
 
 
 def read_unsliced(index: int, entries: Iterable[Unsliced]) -> dict[str, dict[str, Any]]:
-    """Returns {parameter: {state name: description}} of what ``find_unsliced`` found, and what still is so."""
+    """Returns {parameter: {state name: description}} of what ``find_unsliced`` returned, if it is unsliced still."""
     descriptions: dict[str, dict[str, Any]] = {}
     for name, parameter, key, held in entries:
-        if is_unsliced(parameter, held):  # memory may have been put under it
+        if is_unsliced(parameter, held):  # it may have got memory since
             value = block_in(held) if held.numel() else held
             same = value.device == parameter.device
             entry = described(value, f"state {key!r} of {name} in optimizer {index}", on_param_device=same)
@@ -219,80 +220,77 @@ def read_unsliced(index: int, entries: Iterable[Unsliced]) -> dict[str, dict[str
     return descriptions
 
 
-def write_unsliced(
-    optimizer: Optimizer, parameter: torch.Tensor, descriptions: Mapping[str, Mapping[str, Any]]
-) -> None:
-    """Makes that part of one parameter's state which is in no slice exactly what ``read_unsliced`` returned."""
-    if parameter not in optimizer.state and not descriptions:
-        return
-    state = optimizer.state[parameter]
-    for key in [key for key, value in state.items() if is_unsliced(parameter, value) and key not in descriptions]:
+@contextmanager
+def replaced_state(
+    optimizer: Optimizer, parameter: torch.Tensor, keys: Collection[Any], belongs: Callable[[Any], bool]
+) -> Iterator[dict[Any, Any]]:
+    """Yields the state of one parameter, of which the block sets the values under ``keys``.
+
+    Values of other keys are removed if they belong to the same part of the state. A state that ends up empty is
+    removed, too, since an optimizer may take an empty one for a state that it has made.
+
+    Args:
+        optimizer: Whose state it is.
+        parameter: One that it updates.
+        keys: Those that there are to be.
+        belongs: Returns whether a value belongs to the part of the state that is replaced.
+    """
+    state = optimizer.state.setdefault(parameter, {})
+    for key in [key for key, value in state.items() if belongs(value) and key not in keys]:
         del state[key]
-    for key, entry in descriptions.items():
-        meta = TensorMeta(entry["dtype"], tuple(entry["shape"]), not entry.get("cpu", False))
-        make_tensor(optimizer, parameter, key, meta)
-        if "value" in entry:
-            state[key].copy_(entry["value"])
+    yield state
     if not state:
         del optimizer.state[parameter]
 
 
+def write_unsliced(
+    optimizer: Optimizer, parameter: torch.Tensor, descriptions: Mapping[str, Mapping[str, Any]]
+) -> None:
+    """Makes the unsliced tensors of one parameter's state exactly those that ``read_unsliced`` described."""
+    with replaced_state(optimizer, parameter, descriptions, lambda value: is_unsliced(parameter, value)) as state:
+        for key, entry in descriptions.items():
+            meta = TensorMeta(entry["dtype"], tuple(entry["shape"]), not entry.get("cpu", False))
+            make_tensor(optimizer, parameter, key, meta)
+            if "value" in entry:
+                state[key].copy_(entry["value"])
+
+
 def make_tensor(optimizer: Optimizer, parameter: torch.Tensor, key: str, meta: TensorMeta) -> None:
-    """Brings one tensor of a parameter's state to ``meta``. A new one is zero; one that fits keeps its memory."""
-    state = optimizer.state[parameter]
-    device = _state_device(optimizer, parameter, key, meta)
-    dtype = TORCH_DTYPES[meta.dtype]
-    if not _fits(state.get(key), parameter, meta.global_shape, dtype, device):
-        state[key] = _new_state(parameter, meta.global_shape, dtype, device)
+    """Makes one tensor of a parameter's state as ``meta`` says. A new one is zero; one that fits keeps its memory.
 
-
-def _state_device(optimizer: Optimizer, parameter: torch.Tensor, key: str, meta: TensorMeta) -> torch.device:
-    """Where state is to live: as it was saved, but a step count where this run's implementation needs it.
-
-    torch's Adam family counts steps on the CPU, unless fused or capturable kernels read them on the device
-    (torch.optim.Optimizer.load_state_dict makes the same exception).
+    It lives on the device that it was saved from, but for step counts: torch's Adam family has them on the CPU, unless
+    fused or capturable kernels read them on the device (``torch.optim.Optimizer.load_state_dict`` does the same).
     """
-    on_device = meta.on_param_device
-    group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
-    if key == "step" and not meta.global_shape and ("capturable" in group or "fused" in group):
-        on_device = bool(group.get("capturable") or group.get("fused"))
-    return parameter.device if on_device else torch.device("cpu")
-
-
-def _fits(
-    old: object, parameter: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> bool:
-    return (
-        isinstance(old, torch.Tensor)
-        and tuple(old.shape) == shape
-        and old.dtype == dtype
-        and old.device == device
-        and (not shape or is_dtensor(old) == is_dtensor(parameter))
-    )
-
-
-def _new_state(
-    parameter: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
-    """A zeroed tensor, sharded and laid out like the parameter if it has its shape."""
+    on_device, shape, dtype = meta.on_param_device, meta.global_shape, TORCH_DTYPES[meta.dtype]
+    if key == STEP and not shape:
+        group = next(g for g in optimizer.param_groups if any(p is parameter for p in g["params"]))
+        if "capturable" in group or "fused" in group:
+            on_device = bool(group.get("capturable") or group.get("fused"))
+    device = parameter.device if on_device else torch.device("cpu")
+    state = optimizer.state[parameter]
+    old = state.get(key)
+    alike = isinstance(old, torch.Tensor) and (tuple(old.shape), old.dtype, old.device) == (shape, dtype, device)
+    if alike and (not shape or is_dtensor(old) == is_dtensor(parameter)):
+        return
     if shape and tuple(parameter.shape) == shape and device == parameter.device:
-        return torch.zeros_like(parameter.detach(), dtype=dtype)
-    return torch.zeros(shape, dtype=dtype, device=device)
+        state[key] = torch.zeros_like(parameter.detach(), dtype=dtype)  # sharded and laid out like the parameter
+    else:
+        state[key] = torch.zeros(shape, dtype=dtype, device=device)
 
 
 _PARAMS = itemgetter("params")
 
 
 class OptimizerView:
-    """The tensors of an optimizer by name, found once and used for as long as it is still what there is.
+    """The tensors of an optimizer by name, looked up once and valid as long as ``is_current()``.
 
     Attributes:
-        groups: Names of the parameters of each group; encoded once, for there are thousands.
+        groups: Names of the parameters of each group; encoded once, since there are thousands.
         parameters: By name, in the order of the groups.
-        states: (name, parameter, live state) of those with state. In the order of the groups, since that of
-            ``optimizer.state`` is that of first use.
-        scalars: (name, live state) of those with state that is no tensor.
-        unsliced: State tensors that make no slice.
+        states: (name, parameter, live state) of the parameters with state. In the order of the groups, since
+            ``optimizer.state`` is in the order of first use.
+        scalars: (name, live state) of the parameters whose state has other values than tensors.
+        unsliced: State tensors that no slice can hold.
     """
 
     def __init__(self, index: int, optimizer: Optimizer, names: Mapping[int, str]) -> None:
@@ -314,14 +312,13 @@ class OptimizerView:
         self._require_names(index)
         self.unsliced = find_unsliced(self.states)
         self._entries = Entries([state for _, _, state in self.states], torch.Tensor)
-        owners = [name for name, _, state in self.states for value in state.values() if isinstance(value, torch.Tensor)]
-        self._owners = owners
+        self._owners = [name for name, _, state in self.states for v in state.values() if isinstance(v, torch.Tensor)]
         self.scalars = list(compress(((name, state) for name, _, state in self.states), self._entries.loose))
 
     def _require_names(self, index: int) -> None:
         """Raises ``UnsupportedError`` for a tensor under a name that no key of a checkpoint can hold."""
         if all(map(is_state_name, set(chain.from_iterable(state for _, _, state in self.states)))):
-            return  # what is left to do takes Python code for each tensor
+            return  # the search below takes Python code for each tensor
         for owner, _, state in self.states:
             for name, value in state.items():
                 if isinstance(value, torch.Tensor) and not is_state_name(name):
@@ -369,28 +366,24 @@ def unnameable(optimizer: str, parameter: str, name: object) -> UnsupportedError
     )
 
 
-def scalars_of(state: Mapping[Any, Any]) -> dict[Any, Any]:
-    """Returns what is no tensor in the state of one parameter."""
-    return {key: value for key, value in state.items() if not isinstance(value, torch.Tensor)}
-
-
-STEP = "step"
-"""What torch's optimizers call the count of a parameter's updates."""
-
-
 def advance_counts(optimizer: Optimizer, parameters: Mapping[str, torch.Tensor], missed: Mapping[str, int]) -> None:
-    """Step counts of parameters that came back older go on by the steps since, as the one of a stack of experts does.
+    """Advances the step counts of parameters that were restored from older copies.
 
-    Up to the count of a parameter that did not. One that reaches it was updated as often, so other state without
-    dimensions (NAdam's ``mu_product``) is as of that one, too.
+    An expert in a stack shares the stack's count, which goes on in any case; this does the same for experts with
+    parameters of their own. A count that reaches the newest one belongs to a parameter that was updated as often, so
+    other state without dimensions (NAdam's ``mu_product``) is copied from the newest, too.
 
     Args:
-        optimizer: Whose state is restored.
-        parameters: That it updates, by name.
-        missed: Name -> steps since.
+        optimizer: Its state is restored.
+        parameters: Those that it updates, by name.
+        missed: Name -> steps since the restored copy.
     """
     counts = {
-        name: {key: value for key, value in optimizer.state.get(parameter, {}).items() if _is_scalar(value)}
+        name: {
+            key: value
+            for key, value in optimizer.state.get(parameter, {}).items()
+            if isinstance(value, torch.Tensor) and not value.dim()
+        }
         for name, parameter in parameters.items()
         if parameter.dim() and parameter.requires_grad
     }
@@ -408,7 +401,3 @@ def advance_counts(optimizer: Optimizer, parameters: Mapping[str, torch.Tensor],
             if STEP in newest and state[STEP].item() >= newest[STEP].item():
                 for key in state.keys() & newest.keys():
                     state[key].copy_(newest[key])
-
-
-def _is_scalar(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and not value.dim()

@@ -13,7 +13,7 @@ from moe_ckpt.modeling.names import clean_name
 def read(model: nn.Module) -> list[dict[str, Any]]:
     """Describes every outermost ``PreTrainedModel`` inside ``model``, or ``model`` itself.
 
-    Left out are models with adapters (PEFT), whose names ``from_pretrained`` would not know.
+    Models with adapters (PEFT) are left out, since ``from_pretrained`` would not know their names.
 
     Returns:
         Per model: ``prefix`` of its tensors' names, ``class``, ``config`` and ``generation_config`` (or None) as
@@ -36,7 +36,8 @@ def read(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def _describe(prefix: str, module: Any) -> dict[str, Any]:
-    kind = _class_of(module)
+    names = [kind.__name__ for kind in type(module).__mro__]
+    kind = names[1] if names[0] == f"FSDP{names[1]}" else names[0]  # FSDP2 puts a class of its own in front
     config = json.loads(module.config.to_json_string())
     generation = getattr(module, "generation_config", None)
     return {
@@ -47,13 +48,7 @@ def _describe(prefix: str, module: Any) -> dict[str, Any]:
     }
 
 
-def _class_of(module: nn.Module) -> str:
-    """FSDP2 puts a class of its own in front of the model's."""
-    names = [kind.__name__ for kind in type(module).__mro__]
-    return names[1] if names[0] == f"FSDP{names[1]}" else names[0]
-
-
 def _is_of(module: nn.Module, name: str, package: str) -> bool:
-    """Told by names, so that neither library need be installed."""
+    """Returns whether a module is of a class with this name, of a package that need not be installed."""
     kinds = type(module).__mro__
     return any(kind.__name__ == name and kind.__module__.startswith(f"{package}.") for kind in kinds)

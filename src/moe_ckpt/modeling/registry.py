@@ -50,7 +50,7 @@ def register_moe(
     on: HookedOn = "router",
     flat: bool = False,
 ) -> type[nn.Module]:
-    """Tell moe_ckpt how the MoE layers of ``layer_class`` (and its subclasses) are built.
+    """Registers how the MoE layers of ``layer_class`` (and its subclasses) are built.
 
     Call it before training starts. A later call for the same class replaces the earlier one.
 
@@ -114,8 +114,7 @@ def _highest_scores(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[st
     return scores.topk(vars(module)["top_k"], dim=-1).indices
 
 
-# Named by path, so that neither library is imported for it. Every other layer of transformers 5 is
-# recognised by its structure.
+# By path, so that transformers need not be imported. All other layers of transformers 5 are recognised by structure.
 _BUILT_IN: dict[str, MoESpec] = {
     "transformers.models.llama4.modeling_llama4.Llama4TextMoe": MoESpec(router="router", assignments=_highest_scores),
     "transformers.models.dbrx.modeling_dbrx.DbrxFFN": MoESpec(router="router", flat=True),

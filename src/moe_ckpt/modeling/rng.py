@@ -23,7 +23,7 @@ def capture_rng() -> dict[str, Any]:
 
 
 def restore_rng(state: Mapping[str, Any]) -> None:
-    """Restores what ``capture_rng`` returned. A GPU's state is left out where there is no GPU now."""
+    """Restores what ``capture_rng`` returned. A GPU's state is ignored if there is no GPU now."""
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
@@ -32,13 +32,16 @@ def restore_rng(state: Mapping[str, Any]) -> None:
 
 
 class Generators:
-    """The generators of one process across a resume: read with the tensors, restored when training begins.
+    """The states of the random number generators: read with a checkpoint, restored when training begins.
 
-    Data loaders and their iterators, which are built in between, may draw from them. ``capture`` returns the states,
-    and ``restore`` sets them.
+    Data loaders and their iterators, which are built in between, may draw from the generators.
+
+    Args:
+        capture: Returns the states of this process.
+        restore: Sets them.
 
     Attributes:
-        state: As of the newest step; None before training without a checkpoint.
+        state: After the newest step; None before training without a checkpoint.
         due: ``state`` is still to be restored.
     """
 
@@ -47,21 +50,21 @@ class Generators:
         self.due = False
         self._capture, self._restore = capture, restore
 
-    def take(self, state: Mapping[str, Any] | None = None) -> None:
-        """Sets the state that training begins with; None for the present one."""
+    def schedule(self, state: Mapping[str, Any] | None = None) -> None:
+        """Sets the state that ``restore_scheduled`` restores; None for the present one."""
         self.state, self.due = self._capture() if state is None else state, True
 
-    def put_back(self) -> None:
-        """Restores the state that training begins with, once."""
+    def restore_scheduled(self) -> None:
+        """Restores the state of ``schedule``, once. Called when training begins."""
         if self.due:
-            self.go_back()
+            self.restore_newest()
         self.due = False
 
-    def go_back(self) -> None:
-        """Restores the state after the newest step, if there was one."""
+    def restore_newest(self) -> None:
+        """Restores the state after the newest step, if it is known."""
         if self.state is not None:
             self._restore(self.state)
 
-    def note(self) -> None:
+    def record(self) -> None:
         """Records the state after a step."""
         self.state = self._capture()

@@ -1,10 +1,10 @@
 """Counts, per layer and expert, the token assignments of the training forward passes.
 
-A count is one (token, chosen expert) pair, so a token with top-k routing counts k times. Entries outside
-``[0, E)`` (padding, dropped tokens, zero-computation experts) are not counted. Counting adds a few
-small kernels per layer, or none where it goes by the rows that each expert is given. Nothing here waits for the device.
+A count is one (token, chosen expert) pair, so a token with top-k routing counts k times. Entries outside ``[0, E)``
+(padding, dropped tokens, zero-computation experts) are not counted. Counting adds a few small kernels per layer, or
+none where the number of rows that an expert is given tells. Nothing here waits for the device.
 
-On request the gate's weights are added up likewise (soft counts), where a module shows them beside the indices.
+On request the gate's weights are added up, too (soft counts), if a module has them beside the indices.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from moe_ckpt.stopwatch import Stopwatch
 
 
 class TrainingPasses:
-    """The forward passes of training: by default, those of modules in training mode.
+    """Tells forward passes of training from others. Those of modules in training mode are training's.
 
     A model may be trained in eval mode, which switches off dropout and little else: ``from_pretrained`` of transformers
-    leaves it so, and Lightning does not change it. In eval mode a pass is training's if it is part of a batch and
+    returns it so, and Lightning does not change that. In eval mode a pass is training's if it is part of a batch and
     gradients are recorded.
 
     Attributes:
@@ -42,7 +42,7 @@ class TrainingPasses:
     in_batch = False
 
     def include(self, module: nn.Module) -> bool:
-        """Returns whether the forward pass of ``module`` that runs now is one of training."""
+        """Returns whether the forward pass of ``module`` that runs now is training's."""
         return module.training or (self.in_batch and torch.is_grad_enabled())
 
 
@@ -59,21 +59,21 @@ def is_recomputed() -> bool:
 
 @functools.cache
 def _one() -> torch.Tensor:
-    """A count, in host memory."""
+    """Returns 1, in host memory."""
     with torch.device("cpu"):
         return torch.ones((), dtype=torch.int64)
 
 
 def _entries(experts: torch.Tensor, entries: int) -> torch.Tensor:
-    """Flat, with the last of ``entries`` for what is dropped; by few kernels, which are launched for each layer."""
+    """Returns indices of a table's ``entries``, flat; the last entry stands for dropped tokens."""
     return experts.reshape(-1).to(torch.int64).clamp(-1, entries - 1).remainder_(entries)
 
 
 def _operator(function: Callable[..., None]) -> Callable[..., None]:
-    """Returns ``function``, as an operator of its own where torch.compile traces it.
+    """Returns ``function``, which becomes a custom operator where torch.compile traces it.
 
-    So the compiled model keeps its graph, and the check for backward is made at run time. Eager calls go
-    past the dispatcher, which costs more than the counting.
+    So the compiled model keeps its graph, and the check for backward is made at run time. Eager calls do not use the
+    dispatcher, which costs more than counting.
     """
     operator = torch.library.custom_op(f"moe_ckpt::{function.__name__}", function, mutates_args={"counts"})
     operator.register_fake(lambda *args: None)
@@ -87,11 +87,11 @@ def _operator(function: Callable[..., None]) -> Callable[..., None]:
 
 @_operator
 def count_assignments(counts: torch.Tensor, experts: torch.Tensor) -> None:
-    """Add the indices ``experts`` (any shape) to ``counts`` [E + 1], whose last entry takes what is dropped."""
+    """Counts the indices ``experts`` (any shape) in ``counts`` [E + 1], whose last entry is of dropped tokens."""
     if is_recomputed():
         return
     if counts.is_cpu and experts.dtype in _INDICES:
-        # Two calls, one after the other on one core; -1 is the last entry. On a GPU this would sort the indices.
+        # Only two calls, for the CPU. -1 is the last entry. On a GPU this would sort the indices.
         counts.index_put_((experts.clamp(-1, counts.shape[0] - 1),), _one(), accumulate=True)
         return
     flat = _entries(experts, counts.shape[0])
@@ -100,7 +100,7 @@ def count_assignments(counts: torch.Tensor, experts: torch.Tensor) -> None:
 
 @_operator
 def count_weights(counts: torch.Tensor, experts: torch.Tensor, weights: torch.Tensor) -> None:
-    """Add ``weights``, one for each of ``experts``, to ``counts`` [E + 1], which is float64."""
+    """Adds ``weights``, one for each of ``experts``, to ``counts`` [E + 1], which is float64."""
     if is_recomputed():
         return
     flat = _entries(experts, counts.shape[0])
@@ -109,33 +109,33 @@ def count_weights(counts: torch.Tensor, experts: torch.Tensor, weights: torch.Te
 
 @_operator
 def count_tokens(counts: torch.Tensor, tokens: torch.Tensor) -> None:
-    """Add tokens per expert, ``tokens`` [E], to ``counts`` [E + 1]."""
+    """Adds tokens per expert, ``tokens`` [E], to ``counts`` [E + 1]."""
     if not is_recomputed():
         counts[:-1] += tokens.reshape(-1)
 
 
 @_operator
 def count_rows(counts: torch.Tensor, rows: torch.Tensor, expert: int) -> None:
-    """Add the number of rows of ``rows`` [..., hidden] to one entry of ``counts`` [E + 1]."""
+    """Adds the number of rows of ``rows`` [..., hidden] to one entry of ``counts`` [E + 1]."""
     if not is_recomputed() and rows.numel():
         counts[expert] += rows.numel() // rows.shape[-1]
 
 
 def clear(tables: list[torch.Tensor]) -> None:
-    """Set all to zero, by one call for those of a device and type."""
+    """Sets all tables to zero, by one kernel for those of the same device and type."""
     if tables:
         torch._foreach_zero_(tables)
 
 
 def counts_on_host(tables: Mapping[int, torch.Tensor], shape: tuple[int, int]) -> Deferred[NDArray[Any]]:
-    """Returns tables [E + 1] as the rows of one array [L, E], 0 where there is none. Nobody waits before ``result()``.
+    """Returns tables [E + 1] as the rows of one array [L, E], 0 where there is none. Only ``result()`` waits.
 
-    Each device joins its tables and copies them once, in the order of its work: they may be changed at once. The host
-    memory is torch's, which does not lend it again before the copy is done.
+    Each device joins its tables and copies them once, in the order of its work, so the tables may be changed at once.
+    torch does not reuse the pinned host memory before the copy is done.
 
     Args:
         tables: By layer; all of one type.
-        shape: L, and E of the layer that has most.
+        shape: L, and E of the layer that has the most experts.
     """
     by_device: dict[torch.device, list[int]] = {}
     for at, table in tables.items():
@@ -143,7 +143,7 @@ def counts_on_host(tables: Mapping[int, torch.Tensor], shape: tuple[int, int]) -
     sizes = {at: table.shape[0] for at, table in tables.items()}
     joined, events = [], []
     for device, layers in by_device.items():
-        stacked = torch.cat([tables[at] for at in layers])  # with what is dropped: a view of each would take longer
+        stacked = torch.cat([tables[at] for at in layers])  # with the last entries: cutting views takes longer
         if stacked.is_cuda:
             here = torch.empty(stacked.shape, dtype=stacked.dtype, pin_memory=True).copy_(stacked, non_blocking=True)
             event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
@@ -165,29 +165,41 @@ def counts_on_host(tables: Mapping[int, torch.Tensor], shape: tuple[int, int]) -
 
 
 def soft_on_host(tables: Mapping[int, torch.Tensor], shape: tuple[int, int]) -> Deferred[Counts]:
-    """Returns tables of gate weights in units of 2**-16, for sums of whole numbers over ranks depend on no order."""
+    """Returns tables of gate weights in units of 2**-16: the sum of whole numbers over ranks depends on no order."""
     return counts_on_host(tables, shape).then(lambda weights: np.rint(weights * SOFT_UNIT).astype(np.int64))
 
 
 Mask = NDArray[np.bool_]
-"""``[L, E]``: of each expert."""
+"""``[L, E]``, one entry for each expert."""
+
+
+def step_tokens(routed: Counts, soft: Counts | None, assigned: Counts | None, frozen: Mask | None) -> StepTokens:
+    """Returns the tokens of a step, all ``[L, E]``. Tokens of frozen experts are assigned, but not applied.
+
+    Args:
+        routed: Those that the experts processed.
+        soft: Sums of the gate's weights.
+        assigned: Those that the router chose an expert for; None: ``routed``.
+        frozen: Experts that no update changes.
+    """
+    if frozen is None:
+        return StepTokens(routed, soft, assigned)
+    return StepTokens(np.where(frozen, 0, routed), soft, routed if assigned is None else assigned)
 
 
 class RoutingCounter:
     """Hooks on the MoE layers of one model; see the module's docstring for what is counted.
 
-    Only forward passes of training count (``passes``), so validation (sanity checks too) does not. Counts of several
-    micro-batches add up until ``take``. Used on the training thread only.
-
-    torch.compile: construct the counter before the first compiled forward pass.
+    Counts of several micro-batches add up until ``take``. Used on the training thread only. With torch.compile,
+    construct the counter before the first compiled forward pass.
 
     Args:
-        soft: Count the gate's weights too, where a tensor of the shape of the indices shows them: a floating-point one
-            among the arguments or results of the same module.
-        frozen: Tells which experts no update changes (``trainable.FrozenExperts``): none of their tokens is applied.
-            The very same array for as long as it is the same. None: there are none.
+        soft: Add up the gate's weights, too: a floating-point tensor of the same shape as the indices, among the
+            arguments or results of the same module.
+        frozen: Returns the experts that no update changes (``module_state.FrozenExperts``), the same array as long as
+            they are the same. None: there are none.
         passes: Tells which forward passes are training's. None: those of modules in training mode.
-        stopwatch: Counts what hooks take, but for those that are compiled: there the kernels are the model's.
+        stopwatch: Counts the time that hooks take, except compiled ones, whose kernels are the model's.
     """
 
     def __init__(
@@ -213,20 +225,18 @@ class RoutingCounter:
         self._left_out: Mask | None = None
 
     def update_begins(self) -> None:
-        """Notes what is frozen now and gets nothing of the update: hooks may thaw and freeze before ``take``."""
+        """Notes which experts are frozen at the update, since hooks may thaw and freeze before ``take``."""
         now = self._frozen()
         if not self._updated:
             self._left_out = now
-        elif now is not self._left_out:  # of several updates an expert may have had one
+        elif now is not self._left_out:  # of several updates, an expert may have been in one
             self._left_out = None if now is None or self._left_out is None else now & self._left_out
         self._updated = True
 
     def take(self) -> Deferred[StepTokens]:
-        """Returns the counts since the last ``take`` or ``discard``, ``[L, E_max]``, and starts again from zero.
+        """Returns the counts ``[L, E]`` since the last ``take`` or ``discard``, and resets them. Nothing waits yet.
 
-        Nobody waits before ``result()``.
-
-        Soft counts are 0 for layers that do not show weights.
+        Soft counts are 0 for layers in which no module has the weights beside the indices.
         """
         rows = [(at, list(of_layer)) for at, of_layer in enumerate(self._rows) if any(of_layer)]
         shape = len(self._rows), self._width
@@ -238,22 +248,19 @@ class RoutingCounter:
             total = counts.result()
             for at, of_layer in rows:
                 total[at, : len(of_layer)] += of_layer
-            weights = None if soft is None else soft.result()
-            if left_out is None:
-                return StepTokens(total, weights)
-            return StepTokens(np.where(left_out, 0, total), weights, total)
+            return step_tokens(total, None if soft is None else soft.result(), None, left_out)
 
         self.discard()
         return Deferred(tokens)
 
     def discard(self) -> None:
-        """Start again from zero: what was counted did not lead to an optimizer step."""
+        """Resets the counts, which led to no optimizer step."""
         self._updated, self._left_out = False, None
         clear([*self._counts, *self._soft])
         self._rows = [[0] * len(rows) if any(rows) else rows for rows in self._rows]
 
     def close(self) -> None:
-        """Remove all hooks. May be called twice."""
+        """Removes all hooks. May be called twice."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -273,7 +280,7 @@ class RoutingCounter:
             yield source.modules[0].register_forward_hook(hook, with_kwargs=True)
 
     def _counted(self, hook: Callable[..., None]) -> Callable[..., None]:
-        """Returns ``hook``, called in passes of training, and counted by the stopwatch where it is not compiled."""
+        """Returns ``hook``, called in training's forward passes, and timed by the stopwatch unless compiled."""
 
         def counted(module: nn.Module, *args: Any) -> None:
             with nullcontext() if torch.compiler.is_compiling() else self._stopwatch:
@@ -283,7 +290,7 @@ class RoutingCounter:
         return counted
 
     def _table(self, at: int, device: torch.device) -> torch.Tensor:
-        """The layer's counts, moved to where its routing happens if the model was moved since."""
+        """Returns the layer's counts, on the device of its routing, to which the model may have moved since."""
         if self._counts[at].device != device:
             self._counts[at] = self._counts[at].to(device)
         return self._counts[at]
@@ -300,7 +307,12 @@ class RoutingCounter:
                 tokens = torch.as_tensor(value)
                 count_tokens(self._table(at, tokens.device), tokens.detach())
             else:
-                _require_integers(value, layer, name)
+                if not (isinstance(value, torch.Tensor) and _is_integer(value)):
+                    raise ConfigError(
+                        f"MoE layer {layer.info.name!r}: its forward argument {name!r} was taken for expert indices "
+                        "but is no integer tensor. Register the layer's class with moe_ckpt.register_moe(..., "
+                        "assignments=...)"
+                    )
                 count_assignments(self._table(at, value.device), own_rows(value.detach()))
                 if self._soft:
                     self._weigh(at, value, (*args, *kwargs.values()))
@@ -308,7 +320,7 @@ class RoutingCounter:
         return hook
 
     def _row_hook(self, at: int, expert: int) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]:
-        """Called once per expert and pass: the host knows how many rows there are, so no kernel adds them up."""
+        """Returns a hook for one expert. The host knows the number of rows, so no kernel adds them up."""
 
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             rows = args[0] if args else None
@@ -325,7 +337,9 @@ class RoutingCounter:
         self, at: int, read: Assignments
     ) -> Callable[[nn.Module, tuple[Any, ...], dict[str, Any], Any], None]:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            experts = _by_itself(read)(module, args, kwargs, output)
+            # Else a topk in ``read`` is taken for the layer's own by the boost (``boost.ports.TopKPort``).
+            with nullcontext() if torch.compiler.is_compiling() else torch._C.DisableTorchFunction():
+                experts = read(module, args, kwargs, output)
             count_assignments(self._table(at, experts.device), own_rows(experts.detach()))
             if self._soft:
                 shown = output.values() if isinstance(output, Mapping) else output
@@ -334,7 +348,7 @@ class RoutingCounter:
         return hook
 
     def _weigh(self, at: int, experts: torch.Tensor, shown: Iterable[Any]) -> None:
-        """Add the weights that stand beside the indices, if there are any."""
+        """Adds the gate's weights, if they are among ``shown``."""
         for value in shown:
             if isinstance(value, torch.Tensor) and value.is_floating_point() and value.shape == experts.shape:
                 if self._soft[at].device != value.device:
@@ -343,20 +357,8 @@ class RoutingCounter:
                 return
 
 
-def _by_itself(read: Assignments) -> Assignments:
-    """``read``, whose own ``topk`` is not taken for the layer's by who watches that (``boost_ports.TopKPort``)."""
-
-    def alone(*args: Any) -> torch.Tensor:
-        if torch.compiler.is_compiling():
-            return read(*args)
-        with torch._C.DisableTorchFunction():
-            return read(*args)
-
-    return alone
-
-
 def _integer_output(layer: FoundLayer) -> Assignments:
-    """Reads the one integer tensor that a router returns."""
+    """Returns a function that takes the one integer tensor from what a router returns."""
 
     def read(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], output: Any) -> torch.Tensor:
         parts = output.values() if isinstance(output, Mapping) else output
@@ -376,11 +378,3 @@ def _integer_output(layer: FoundLayer) -> Assignments:
 
 def _is_integer(value: torch.Tensor) -> bool:
     return not value.is_floating_point() and not value.is_complex() and value.dtype != torch.bool
-
-
-def _require_integers(value: Any, layer: FoundLayer, name: str) -> None:
-    if not (isinstance(value, torch.Tensor) and _is_integer(value)):
-        raise ConfigError(
-            f"MoE layer {layer.info.name!r}: its forward argument {name!r} was taken for expert indices but is no "
-            "integer tensor. Register the layer's class with moe_ckpt.register_moe(..., assignments=...)"
-        )

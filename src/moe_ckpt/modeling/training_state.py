@@ -1,24 +1,26 @@
 """The training state of a torch model and its optimizers, as live tensors and plain data.
 
-Optimizer state is discovered, not assumed. Tensors become ``StateTensor`` s, everything else goes through
-``plain()``. Matching is by parameter name, so the order of parameters in an optimizer does not matter.
+Optimizer state is discovered, not assumed. ``tensors()`` returns the tensors, ``plain()`` everything else. Both go by
+names of parameters, so the order of parameters in an optimizer does not matter.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from moe_ckpt.errors import ConfigError, UnsupportedError
 from moe_ckpt.format import contents
 from moe_ckpt.format.shard import dtype_name
 from moe_ckpt.modeling import module_state, pretrained
-from moe_ckpt.modeling.blocks import block_of, fsdp_modules, is_dtensor, is_sharded, reshard
+from moe_ckpt.modeling.blocks import block_of, is_dtensor, is_sharded, reshard
 from moe_ckpt.modeling.module_state import Frozen, freeze
 from moe_ckpt.modeling.optimizer_state import (
     ELEMENTWISE,
@@ -28,12 +30,12 @@ from moe_ckpt.modeling.optimizer_state import (
     check_groups,
     class_name,
     find_unsliced,
-    is_unsliced,
+    is_sliced,
     make_tensor,
     read_groups,
     read_unsliced,
+    replaced_state,
     require_same_class,
-    scalars_of,
     write_groups,
     write_unsliced,
 )
@@ -64,7 +66,7 @@ class TorchTrainingState:
         self._mixed: set[str] = set()
         self._varying = module_state.Varying(model)
         self._pretrained = pretrained.read(model)
-        self._sharded_modules = tuple(fsdp_modules(model))
+        self._sharded_modules = tuple(module for module in model.modules() if isinstance(module, FSDPModule))
         self._walk: Walk | None = None
         self._optimizer_views: tuple[OptimizerView, ...] = ()
         self._tensors: tuple[StateTensor, ...] = ()
@@ -89,10 +91,9 @@ class TorchTrainingState:
 
     def tensors(self, of: Reading | None = None, *, listed: bool = False) -> tuple[StateTensor, ...]:
         """Returns all parameters, then the optimizer state that exists now. Views only; no waiting for the device."""
-        current = self._walk if listed else None
-        walk, views = self._refresh() if current is None else (current, self._optimizer_views)
-        same = self._listed_of is not None and self._listed_of[0] is walk and self._listed_of[1] is views
-        if not same or self._memory is None or not self._memory.same(places_among(self._tensors, of)):
+        walk, views = self._refresh(unchanged=listed)
+        memory = self._memory if self._listed_of == (walk, views) else None  # both go by identity
+        if memory is None or not memory.same(places_among(self._tensors, of)):
             self._list(walk, views)
         self._prepared = False
         return self._tensors
@@ -101,12 +102,12 @@ class TorchTrainingState:
         """Returns the model's parameters by name, each once; the very same object for as long as they are the same.
 
         Args:
-            described: Those that were found last.
+            described: Do not look for changes since the last call of any method.
         """
         return (self._walk if described and self._walk is not None else self._walked()).parameters
 
     def specs(self) -> tuple[TensorSpec, ...]:
-        """Returns specs that are alike on every rank, since all hold every tensor, or a part of it."""
+        """See ``ports.TrainingState``. They are equal on all ranks, since each holds all or a part of every tensor."""
         tensors = self.tensors() if self._prepared else self._tensors
         if tensors is not self._specs_of:
             updated = frozenset(chain.from_iterable(view.parameters for view in self._optimizer_views))
@@ -117,29 +118,31 @@ class TorchTrainingState:
 
     def plain(self, *, described: bool = False) -> dict[str, Any]:
         """Returns buffers, hyperparameters, scalar optimizer state, extra state. Its tensors are live: copy at once."""
-        current = self._walk if described else None
-        walk, states = self._refresh() if current is None else (current, self._optimizer_views)
+        walk, views = self._refresh(unchanged=described)
         optimizers = []
-        for index, (optimizer, view) in enumerate(zip(self._optimizers, states, strict=True)):
-            scalars = {name: scalars_of(state) for name, state in view.scalars}
+        for index, (optimizer, view) in enumerate(zip(self._optimizers, views, strict=True)):
+            scalars = {
+                name: {key: value for key, value in state.items() if not isinstance(value, torch.Tensor)}
+                for name, state in view.scalars
+            }
             groups = read_groups(index, optimizer, view.groups)
             entry = {"class": class_name(optimizer), "param_groups": groups, "scalars": scalars}
             unsliced = read_unsliced(index, view.unsliced)
             optimizers.append(entry | {"unsliced": unsliced} if unsliced else entry)
         pretrained_models = {"pretrained": self._pretrained} if self._pretrained else {}
         frozen = {"frozen": self._frozen.names(walk.parameters)}
-        module = module_state.read(self._model, self._varying, walk)
+        module = module_state.read(walk, self._varying)
         empty = {name: contents.described(p, f"parameter {name!r}") for name, p in walk.unsliced if not p.numel()}
         unsliced = {"unsliced": empty} if empty else {}
         return {**module, "optimizers": optimizers, **frozen, **pretrained_models, **unsliced}
 
-    def take_added_groups(self, plain: Mapping[str, Any], began: Sequence[int]) -> None:
-        """Give the optimizers the param groups that training had added when ``plain`` was taken. Before a restore.
+    def add_stored_groups(self, plain: Mapping[str, Any], began: Sequence[int]) -> None:
+        """Adds to the optimizers the param groups that training had added when ``plain`` was taken. Before a restore.
 
         Args:
-            plain: What ``plain()`` gave.
-            began: How many groups each optimizer of that run had at first. Where the script has another number now,
-                what differs is not what training has added.
+            plain: Result of ``plain()`` in the checkpoint.
+            began: How many groups each optimizer of that run had at first. An optimizer that the script now gives
+                another number of groups is left as it is.
         """
         walk = self._walked()
         for index, entry in enumerate(plain.get("optimizers", ())):
@@ -148,37 +151,43 @@ class TorchTrainingState:
                 add_groups(optimizer, at_first, walk.names, walk.parameters, entry["param_groups"])
 
     def prepare(self, stored: Mapping[str, TensorMeta]) -> None:
-        """Make the optimizers hold exactly the tensors that ``stored`` names; new ones are zero.
+        """Makes the optimizers hold exactly the state tensors that ``stored`` names; new ones are zero.
 
-        Keys that do not start with ``optim/`` are ignored. State that stays keeps its memory. What is in no slice
-        stays: ``load_plain`` brings that, and a step of a window that is computed again has it already.
+        Keys that do not start with ``optim/`` are ignored. State that stays keeps its memory. Unsliced state stays:
+        ``load_plain`` restores it, and in a replay it is there already.
 
         Raises:
-            ConfigError: a key names an optimizer or parameter that this run does not have.
-            UnsupportedError: state of a sharded parameter in another shape than the parameter's.
+            ConfigError: A key names an optimizer or parameter that this run does not have.
+            UnsupportedError: State of a sharded parameter has another shape than the parameter.
         """
         _, views = self._refresh()
         self._prepared = True
-        missing = self._check_stored(stored, views)
+        by_parameter = self._check_stored(stored, views)
         for index, optimizer in enumerate(self._optimizers):
             for name, parameter in views[index].parameters.items():
-                metas = missing.get((index, name), {})
-                self._prepare_one(optimizer, parameter, metas)
+                metas = by_parameter.get((index, name), {})
+                with replaced_state(optimizer, parameter, metas, partial(is_sliced, parameter)):
+                    for key, meta in metas.items():
+                        make_tensor(optimizer, parameter, key, meta)
 
     def load_plain(self, plain: Mapping[str, Any]) -> None:
-        """Put back what ``plain()`` gave. Everything is checked before anything is changed.
+        """Restores what ``plain()`` returned. Everything is checked before anything is changed.
 
         Raises:
-            ConfigError: as ``require_loadable``.
+            ConfigError: As ``require_loadable``.
         """
         self.require_loadable(plain)
         module_state.write(self._model, self._varying, plain)
-        _, states = self._refresh()
+        _, views = self._refresh()
         self.freeze(plain["frozen"])
-        for optimizer, view, entry in zip(self._optimizers, states, plain["optimizers"], strict=True):
+        for optimizer, view, entry in zip(self._optimizers, views, plain["optimizers"], strict=True):
             write_groups(optimizer, entry["param_groups"])
             for name, parameter in view.parameters.items():
-                _write_scalars(optimizer, parameter, entry["scalars"].get(name, {}))
+                scalars = entry["scalars"].get(name, {})
+                with replaced_state(
+                    optimizer, parameter, scalars, lambda value: not isinstance(value, torch.Tensor)
+                ) as state:
+                    state.update(scalars)
                 write_unsliced(optimizer, parameter, entry.get("unsliced", {}).get(name, {}))
 
     def advance_counts(self, missed: Mapping[str, int]) -> None:
@@ -187,16 +196,15 @@ class TorchTrainingState:
             advance_counts(optimizer, view.parameters, missed)
 
     def freeze(self, names: Collection[str]) -> None:
-        """Make the parameters of these names, "frozen" in the result of ``plain()``, require no gradient, all others
-        one."""
+        """Makes exactly the parameters of these names, "frozen" in the result of ``plain()``, require no gradient."""
         freeze(self._walked().parameters, names)
 
     def require_loadable(self, plain: Mapping[str, Any]) -> None:
         """See ``ports.TrainingState``.
 
         Raises:
-            ConfigError: an optimizer is of another class.
-            ConfigError: buffers, optimizers, groups or their parameters are not the stored ones.
+            ConfigError: An optimizer is of another class; or buffers, optimizers, groups or their parameters are not
+                the stored ones.
         """
         _, views = self._refresh()
         stored = plain.get("optimizers")
@@ -215,13 +223,18 @@ class TorchTrainingState:
             require_same_class(f"optimizer {index}", optimizer, entry["class"])
             check_groups(index, optimizer, views[index].groups, entry["param_groups"])
 
-    def _refresh(self) -> tuple[Walk, tuple[OptimizerView, ...]]:
-        """What model and optimizers consist of now; the very same objects, as long as that is what it was.
+    def _refresh(self, *, unchanged: bool = False) -> tuple[Walk, tuple[OptimizerView, ...]]:
+        """Returns what model and optimizers consist of now; the very same objects as long as nothing has changed.
 
-        After a forward pass without a backward pass (validation, a peer that died), FSDP2 leaves whole tensors in the
-        place of some sharded parameters. Those are not what the optimizers hold, so the sharded ones are put
-        back first; the next forward pass gathers again.
+        After a forward pass without a backward pass (validation, a peer that died), FSDP2 leaves whole tensors in
+        place of some sharded parameters. The optimizers do not hold these, so the sharded ones are put back first; the
+        next forward pass gathers again.
+
+        Args:
+            unchanged: Do not look for changes since the last call.
         """
+        if unchanged and self._walk is not None:
+            return self._walk, self._optimizer_views
         walk = self._walked()
         if walk is not self._walk or not all(view.is_current() for view in self._optimizer_views):
             self._optimizer_views = tuple(
@@ -240,24 +253,21 @@ class TorchTrainingState:
             return walk
         return Walk(self._model)
 
-    def _list(self, walk: Walk, states: tuple[OptimizerView, ...]) -> None:
+    def _list(self, walk: Walk, views: tuple[OptimizerView, ...]) -> None:
         """Describes the tensors that there are now."""
-        # What has no elements makes no slice, so that its optimizer state would belong to nothing: see optimizer_state.
-        parts: list[tuple[str, str, torch.Tensor, torch.Tensor]] = [
-            (f"model/{name}", name, p, p) for name, p in walk.parameters.items() if p.numel()
-        ]
-        for index, view in enumerate(states):
-            parts += [
-                (f"optim/{index}/{name}/{key}", name, parameter, value)
+        tensors = [self._describe(f"model/{name}", name, p, p) for name, p in walk.parameters.items() if p.numel()]
+        for index, view in enumerate(views):
+            tensors += [
+                self._describe(f"optim/{index}/{name}/{key}", name, parameter, value)
                 for name, parameter, state in view.states
                 for key, value in state.items()
-                if isinstance(value, torch.Tensor) and not is_unsliced(parameter, value)
+                if is_sliced(parameter, value)
             ]
             view.unsliced = find_unsliced(view.states)
-        self._tensors = tuple(self._describe(*part) for part in parts)
-        named = (*walk.parameters.items(), *chain.from_iterable(view.tensors for view in states))
+        self._tensors = tuple(tensors)
+        named = (*walk.parameters.items(), *chain.from_iterable(view.tensors for view in views))
         self._memory = TensorAddresses(named, self._tensors)
-        self._listed_of = walk, states
+        self._listed_of = walk, views
 
     def _describe(self, key: str, name: str, parameter: torch.Tensor, value: torch.Tensor) -> StateTensor:
         block = block_of(value, key)
@@ -268,23 +278,18 @@ class TorchTrainingState:
                 f"{key} is not a DTensor, but its parameter is, so it is not known which part of it this is"
             )
         return StateTensor(
-            key=key,
-            parameter=name,
-            local=block.local,
-            offsets=block.offsets,
-            global_shape=block.global_shape,
-            replicated=block.replicated,
+            key,
+            name,
+            **vars(block),
             on_param_device=block.local.device == parameter.device,
-            duplicate=block.duplicate,
-            writer=block.writer,
             mixes_rows=value is parameter and name in self._mixed,
         )
 
     def _check_stored(
-        self, stored: Mapping[str, TensorMeta], states: Sequence[OptimizerView]
+        self, stored: Mapping[str, TensorMeta], views: Sequence[OptimizerView]
     ) -> dict[tuple[int, str], dict[str, TensorMeta]]:
-        """The stored optimizer tensors by (optimizer, parameter), refused where this run has no place for them."""
-        parameters = [view.parameters for view in states]
+        """Returns the stored optimizer tensors by (optimizer, parameter). Raises as ``prepare``."""
+        parameters = [view.parameters for view in views]
         by_parameter: dict[tuple[int, str], dict[str, TensorMeta]] = {}
         for key, meta in stored.items():
             if not key.startswith("optim/"):
@@ -303,41 +308,17 @@ class TorchTrainingState:
             by_parameter.setdefault((index, name), {})[state] = meta
         return by_parameter
 
-    def _prepare_one(self, optimizer: Optimizer, parameter: torch.Tensor, metas: Mapping[str, TensorMeta]) -> None:
-        """Bring the tensors in one parameter's state to ``metas``."""
-        state = optimizer.state[parameter] if parameter in optimizer.state or metas else {}
-        sliced = [k for k, v in state.items() if isinstance(v, torch.Tensor) and not is_unsliced(parameter, v)]
-        for key in [key for key in sliced if str(key) not in metas]:
-            del state[key]
-        for key, meta in metas.items():
-            make_tensor(optimizer, parameter, key, meta)
-        if not state:
-            # Optimizers take an empty entry for "never used" only if nothing is there; none is the safest.
-            optimizer.state.pop(parameter, None)
-
 
 def _spec_of(tensor: StateTensor, updated: Collection[str] = ()) -> TensorSpec:
-    """updated: parameters that optimizers have. Their gradients are as wide as they are."""
+    """Returns the spec of a tensor. ``updated``: parameters that optimizers have; gradients are of the same type."""
     dtype = dtype_name(tensor.local.dtype, tensor.key)
     gradient = dtype if tensor.parameter in updated and tensor.key.startswith("model/") else None
     return TensorSpec(tensor.key, tensor.parameter, dtype, tensor.global_shape, tensor.mixes_rows, gradient)
 
 
 def specs_of(tensors: Iterable[StateTensor]) -> tuple[TensorSpec, ...]:
-    """``TrainingState.specs`` where every rank holds ``tensors``, or a part of each. Tells nothing of gradients."""
+    """Returns ``TrainingState.specs`` where every rank holds all or a part of each tensor. They name no gradients."""
     return tuple(map(_spec_of, tensors))
-
-
-def _write_scalars(optimizer: Optimizer, parameter: torch.Tensor, scalars: Mapping[Any, Any]) -> None:
-    """Make the state of one parameter that is no tensor exactly ``scalars``."""
-    if parameter not in optimizer.state and not scalars:
-        return
-    state = optimizer.state[parameter]
-    for key in [k for k, v in state.items() if not isinstance(v, torch.Tensor) and k not in scalars]:
-        del state[key]
-    state.update(scalars)
-    if not state:
-        del optimizer.state[parameter]
 
 
 def _factored(key: str, shape: tuple[int, ...], parameter: torch.Tensor) -> str:

@@ -1,9 +1,9 @@
-"""Checks that live objects are still the very same ones, asked at every step.
+"""Checks at every step whether modules, parameters and optimizer state are still the very same objects.
 
 A model of thousands of experts has tens of thousands of tensors, the same at every step. So nothing here runs bytecode
-per object: all comparisons are loops of built-in functions over lists that were made once. Everything is looked at in
-every call: what is noticed late would be a checkpoint of memory that the run no longer uses. A walk through the modules
-takes longer than everything else that a snapshot asks of the training thread, so what it has seen is remembered.
+per object: all comparisons are loops of built-in functions over lists that were made once. Every call looks at all
+objects, since a change that is noticed late means a checkpoint of memory that the run no longer uses. Walking through
+the modules takes longer than everything else that a snapshot asks of the training thread, so its results are kept.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _LAYOUT = attrgetter("_spec")
 
 
 class Entries:
-    """The entries of some dicts: whether they have the same keys in the same order, with the very same values.
+    """The entries of some dicts, to tell whether keys, their order and values are still the same.
 
     Args:
-        dicts: In any order. If one of them is another kind of mapping, ``same`` is always false.
-        kind: Only values of this type must stay the same objects. Others may change, though not into this type.
+        dicts: In any order. If one of them is another kind of mapping, ``same`` returns False.
+        kind: Only values of this type must stay the same objects. Other values may change, though not into this type.
 
     Attributes:
         values: The values that must stay, in order.
-        loose: For each dict whether it has other values.
+        loose: For each dict, whether it has values of other types.
     """
 
     def __init__(self, dicts: Sequence[dict[Any, Any]], kind: type = object) -> None:
@@ -53,6 +53,7 @@ class Entries:
         self.loose = [any(not isinstance(value, kind) for value in entries.values()) for entries in dicts]
 
     def same(self) -> bool:
+        """Returns whether the dicts have the entries that they had."""
         if not self._plain or list(map(len, self._dicts)) != self._lengths:
             return False
         if not all(map(is_, chain.from_iterable(self._filled), self._keys)):
@@ -67,15 +68,14 @@ class Entries:
 
 
 class TensorAddresses:
-    """The addresses of the memory of tensors: that of a DTensor's local block, of any other its own.
+    """The memory addresses of tensors; of a DTensor, that of its local block.
 
-    It changes without another tensor object by ``p.data = other``, and where FSDP2 allocates anew. Not noticed is
-    ``p.data = other`` with another view of the very same memory (``p.data.t()``): to compare shapes and strides
-    as well takes longer than all the rest.
+    ``p.data = other`` and FSDP2 move memory without making another tensor object. ``p.data = p.data.t()``, another
+    view of the same memory, is not noticed: to compare shapes and strides takes longer than everything else here.
 
     Args:
-        named: Tensors, each with the parameter that it belongs to, or once with each of several.
-        views: What was made of them.
+        named: (parameter, tensor that belongs to it); a tensor of several parameters appears once for each.
+        views: The tensors' views in the training state.
     """
 
     def __init__(self, named: Iterable[tuple[str, torch.Tensor]], views: Sequence[StateTensor]) -> None:
@@ -88,9 +88,9 @@ class TensorAddresses:
         self._blocks = list(map(_BLOCK, self._sharded))
         self._layouts = list(map(_LAYOUT, self._sharded))
         plain = [tensor for tensor in tensors.values() if not is_dtensor(tensor)]
-        self._tensors = plain + self._blocks
+        self._tensors: list[torch.Tensor] = [*plain, *self._blocks]
         self._addresses = addresses(self._tensors)
-        pairs = [(name, at) for at, tensor in enumerate(plain + self._sharded) for name in names[id(tensor)]]
+        pairs = [(name, at) for at, tensor in enumerate((*plain, *self._sharded)) for name in names[id(tensor)]]
         numbers = {name: at for at, name in enumerate(dict.fromkeys(name for name, _ in pairs))}
         owners = np.fromiter((numbers[name] for name, _ in pairs), np.int64, len(pairs))
         self._owners = np.fromiter((numbers[view.parameter] for view in views), np.int64, len(views))
@@ -99,10 +99,10 @@ class TensorAddresses:
         self._places = np.fromiter(map(itemgetter(1), pairs), np.int64, len(pairs))[np.argsort(owners, kind="stable")]
 
     def same(self, of: Numbers | None = None) -> bool:
-        """Returns whether the memory lies where it lay.
+        """Returns whether all memory is at the address where it was.
 
         Args:
-            of: Places of views. Asked of all tensors of their parameters alone.
+            of: Positions of views: only tensors that belong to their parameters are compared. None: all tensors.
         """
         if not all(map(is_, map(_BLOCK, self._sharded), self._blocks)):
             return False
@@ -110,18 +110,14 @@ class TensorAddresses:
             return False
         if of is None:
             return np.array_equal(addresses(self._tensors), self._addresses)
-        places = self._places_of(of)
+        numbers = ascending(self._owners[of], len(self._counts))
+        places = ascending(self._places[ranges(self._firsts[numbers], self._counts[numbers])], len(self._tensors))
         tensors = list(map(self._tensors.__getitem__, places.tolist()))
         return np.array_equal(addresses(tensors), self._addresses[places])
 
-    def _places_of(self, views: Numbers) -> Numbers:
-        """Returns the places of the tensors that belong to the parameters of these views."""
-        numbers = ascending(self._owners[views], len(self._counts))
-        return ascending(self._places[ranges(self._firsts[numbers], self._counts[numbers])], len(self._tensors))
-
 
 def places_among(tensors: Sequence[StateTensor], of: Reading | None) -> Numbers | None:
-    """Returns the places of those that are read; None for all of ``tensors``, also where ``of`` is about others."""
+    """Returns the positions in ``tensors`` of those that are read; None for all, also if ``of`` is of other tensors."""
     return None if of is None or (len(of.places) and of.tensors is not tensors) else of.places
 
 
@@ -133,8 +129,7 @@ def addresses(tensors: Sequence[torch.Tensor]) -> npt.NDArray[np.uint64]:
 
 _TABLES = attrgetter("_parameters", "_modules", "_buffers")
 _PART = 1024
-"""All modules are compared in every call, so many at a time: what the first comparison has read of them is then
-still in the processor's cache for the last one."""
+"""Modules are compared in parts of this size, so that a part stays in the processor's cache for all comparisons."""
 Named = tuple[tuple[str, nn.Module], ...]
 
 
@@ -145,13 +140,13 @@ class Walk:
         parameters: By name, each once.
         names: Name of each parameter by its id.
         unsliced: (name, parameter) of those without elements.
-        named: All modules, but for wrappers around others, each once.
-        shared: (further name, name in ``named``, module) of those that are in several places and keep anything besides
+        named: All modules except wrappers around others, each once.
+        shared: (further name, name in ``named``, module) of modules in several places that have other state than
             parameters.
-        buffered: Those that have buffers.
-        with_extra: Those with ``get_extra_state``.
-        settable: Those with ``set_extra_state``.
-        with_own: Those with a ``state_dict`` of their own.
+        buffered: Modules that have buffers.
+        with_extra: Modules that override ``get_extra_state``.
+        settable: Modules that override ``set_extra_state``.
+        with_own: Modules that override ``state_dict``.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -183,7 +178,7 @@ class _Modules:
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules = modules
         self._types = list(map(type, modules))
-        # In a row, not in tuples: the garbage collector looks at each.
+        # One flat list, no tuples: the garbage collector would look at each of these.
         self._tables: list[object] = list(chain.from_iterable(map(_TABLES, modules)))
         self._children = Entries([module._modules for module in modules])
         self._parameters = Entries([module._parameters for module in modules])
@@ -201,13 +196,14 @@ class _Modules:
 
 
 def _once(named: Iterable[tuple[str, nn.Module]]) -> tuple[list[tuple[str, nn.Module]], list[tuple[str, nn.Module]]]:
-    """(each module under its first name, modules under their other names)."""
+    """Returns (each module under its first name, the further names of modules)."""
     seen: set[int] = set()
-    modules: tuple[list[tuple[str, nn.Module]], list[tuple[str, nn.Module]]] = ([], [])
+    first: list[tuple[str, nn.Module]] = []
+    again: list[tuple[str, nn.Module]] = []
     for pair in named:
-        modules[id(pair[1]) in seen].append(pair)
+        (again if id(pair[1]) in seen else first).append(pair)
         seen.add(id(pair[1]))
-    return modules
+    return first, again
 
 
 def _overriding(named: Named, method: str) -> Named:

@@ -1,8 +1,7 @@
-"""The adapter that a PyTorch loop drives: one object, called around each optimizer step."""
+"""The adapter of PyTorch loops: one object, which the loop calls around each optimizer step."""
 
 from __future__ import annotations
 
-import functools
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +18,6 @@ from torch.utils.data import DataLoader
 
 from moe_ckpt.driver.attached import AttachedCheckpoint
 from moe_ckpt.driver.host import GradientLogging, Stateful
-from moe_ckpt.driver.run import Driver
 from moe_ckpt.driver.states import Action, Moment
 from moe_ckpt.driver.torch_model import open_torch
 from moe_ckpt.errors import ConfigError, UnsupportedError
@@ -73,7 +71,7 @@ class PlainCheckpoint(AttachedCheckpoint):
 
     Attributes:
         options: As given, checked.
-        stopwatch: Counts how long this keeps the training thread.
+        stopwatch: Counts how long checkpointing keeps the training thread.
 
     Args:
         options: Checked.
@@ -98,6 +96,12 @@ class PlainCheckpoint(AttachedCheckpoint):
             require_known_holders(name, parameter, ranks)
         stateful = {name: torch_loader(name, target) for name, target in stateful.items()}
         super().__init__(PlainHost(module, optimizers, stateful, ranks), options)
+
+        def open_log() -> GradientLogging:
+            from moe_ckpt.gradient_log.lightning import loop_log
+
+            return loop_log(optimizers, module, self._driver)
+
         passes = TrainingPasses()
         passes.in_batch = True  # a forward pass in eval mode is training's if it records gradients
         self._counter = open_torch(
@@ -106,11 +110,11 @@ class PlainCheckpoint(AttachedCheckpoint):
             self._host.state,
             passes,
             on_device=torch.cuda.is_available(),
-            open_log=functools.partial(_open_log, optimizers, module, self._driver),
+            open_log=open_log,
             local_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         )
         self._buckets = BucketOrder.of(model, ranks)
-        self._updates = self._applied = 0
+        self._updates = self._applied = 0  # since the newest step; applied: not skipped because of an overflow
         self._optimizers, self._stepped = len(optimizers), set[int]()
         self._has_position = not all(isinstance(target, _WITHOUT_POSITION) for target in stateful.values())
         self._undo: list[Callable[[], None]] = []
@@ -129,7 +133,7 @@ class PlainCheckpoint(AttachedCheckpoint):
         last again, exactly.
 
         Args:
-            step: Steps that the loop has done where the store has no checkpoint yet, as after it loaded one of its own.
+            step: Steps that the loop has done already, used if the store has no checkpoint yet.
 
         Returns:
             The position at which the loop goes on.
@@ -138,13 +142,13 @@ class PlainCheckpoint(AttachedCheckpoint):
             NoCheckpointError: There are checkpoints, but none that can be used.
             ConfigError: The checkpoint and this run contradict each other, or a data loader is being iterated.
         """
-        driver, host = self._driver, self._host
+        driver, host, loop = self._driver, self._host, self._host.loop
         for name, loader in host.stateful.items():
             _require_not_iterated(name, getattr(loader, "loader", loader))
-        host.progress = Position(step)
+        loop.set_position(step, {})
         driver.resume()
         restored = driver.restored
-        host.generators.put_back()
+        host.generators.restore_scheduled()
         if restored is not None:
             for name, loader in host.stateful.items():
                 state, loader = restored.plain["stateful"][name], getattr(loader, "loader", loader)
@@ -157,17 +161,17 @@ class PlainCheckpoint(AttachedCheckpoint):
         if self._buckets is not None and restored is not None and host.step:
             self._buckets.arrange(host.buckets)
         driver.begin(new=driver.restored_step is None)
-        return host.progress
+        return Position(loop.step, host.restored, loop.counters)
 
     def restore_generators(self) -> None:
-        """Restores the random numbers of the newest step once more, which a loop has moved before its first batch."""
-        self._host.generators.go_back()
+        """Restores the random numbers of the newest step again, if the loop has drawn some before its first batch."""
+        self._host.generators.restore_newest()
 
     def iterate_quietly(self, loader: DataLoader[Any]) -> None:
-        """Lets the first iterator of a loader that continues an epoch draw no random number of the run.
+        """Makes the first iterator of a loader that continues an epoch draw no random number of the run.
 
-        A new iterator draws its seed from torch's generator. The run drew it when the epoch began. For loaders that
-        others restore: ``resume`` calls it for those of ``stateful``.
+        A new iterator draws its seed from torch's generator; the run did so when the epoch began. ``resume`` calls this
+        for loaders in ``stateful``, so call it for others only.
         """
         theirs = loader._get_iterator
 
@@ -185,10 +189,10 @@ class PlainCheckpoint(AttachedCheckpoint):
 
     @timed
     def before_step(self) -> None:
-        """Waits for the copy under way, which reads what the optimizer changes. Called by ``optimizer.step()``.
+        """Waits for the copy under way, which reads the weights. ``optimizer.step()`` calls it.
 
-        Call it where something else changes weights, before or instead of ``optimizer.step()``, and before they are
-        moved to another device.
+        Call it if other code changes weights, before or instead of ``optimizer.step()``, and before they are moved to
+        another device.
 
         Raises:
             ConfigError: ``resume`` was not called, or ``finish`` or ``close`` was.
@@ -197,15 +201,16 @@ class PlainCheckpoint(AttachedCheckpoint):
 
     def _before_update(self, *_: Any) -> None:
         self._driver.lifecycle.require(Action.JOIN, "optimizer.step()")
-        if not self._updates:
+        if not self._host.loop.is_updating:
             self._driver.before_update()
         self._counter.update_begins()
+        self._host.loop.is_updating = True
         self._updates += 1
         if self._updates == _UNCOUNTED * self._optimizers:
             self._driver.say.uncounted(self._host.step, self._updates)
 
     def _updated(self, optimizer: Any, *_: Any) -> None:
-        # A fused optimizer is handed the loss scale, and leaves out an overflow by itself, on the device.
+        # A fused optimizer gets the loss scale, and skips the update after an overflow by itself, on the device.
         self._applied += getattr(optimizer, "found_inf", None) is None
         self._stepped.add(id(optimizer))
         if self._driver.replaying is not None and len(self._stepped) == self._optimizers:
@@ -233,34 +238,21 @@ class PlainCheckpoint(AttachedCheckpoint):
         if counters is None and not self._has_position:
             self._has_position = True  # once
             self._driver.say.no_position()
-        if not self._updates:
+        if not self._host.loop.is_updating:
             self._driver.before_update()
         if self._buckets is not None:
             self._buckets.note()
             self._host.buckets = self._buckets.recorded
-        self._host.step_to(step, counters)
+        self._host.loop.count("after_step", step, counters)
         updated = bool(self._applied) if updated is None else updated
         self._updates = self._applied = 0
         self._stepped.clear()
         return self._driver.after_update(self._counter.take(), updated=updated)
 
-    def _require_counted(self, call: str) -> None:
-        if self._updates and not self.replaying:
-            raise ConfigError(
-                f"{call}: an optimizer stepped since step {self._host.step}, and after_step({self._host.step + 1}) was "
-                "not called, so nothing can be saved under its own number. Call it first"
-            )
-
     def _release(self) -> None:
         self._counter.close()
         while self._undo:
             self._undo.pop()()
-
-
-def _open_log(optimizers: Sequence[Optimizer], module: nn.Module, driver: Driver) -> GradientLogging:
-    from moe_ckpt.gradient_log.lightning import loop_log
-
-    return loop_log(optimizers, module, driver)
 
 
 def _require_usable(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
@@ -285,11 +277,11 @@ _UNCOUNTED = 16
 _WITHOUT_POSITION = (LRScheduler, torch.amp.GradScaler, nn.Module, Optimizer)
 """Types of objects in ``stateful`` that know no position in the data."""
 _OWN_REFERENCES = 3
-"""To an iterator that nobody else has: the loader's, and two of ``_require_not_iterated``."""
+"""References to an iterator that is not in use: the loader's, and two of ``_require_not_iterated``."""
 
 
 def _require_not_iterated(name: str, loader: Any) -> None:
-    """Raises if somebody has an iterator of a data loader, which would not learn of the position."""
+    """Raises if an iterator of a data loader is in use, since it would not get the restored position."""
     iterator = getattr(loader, "_iterator", None) if isinstance(loader, DataLoader) else None
     if iterator is not None and sys.getrefcount(iterator) > _OWN_REFERENCES:
         raise ConfigError(

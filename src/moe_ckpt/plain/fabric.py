@@ -1,4 +1,4 @@
-"""What Fabric makes of a model, of optimizers and of data loaders, for an adapter that knows only torch's."""
+"""Unwraps models, optimizers and data loaders of Fabric for an adapter that knows only torch's."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ def torch_optimizer(optimizer: Any) -> Any:
 
 
 def torch_loader(name: str, loader: Any) -> Any:
-    """Returns the loader in Fabric's, or what saves the position of both; others as they are.
+    """Returns the loader in Fabric's; a ``FabricLoader`` if that is stateful; other loaders as they are.
 
     Raises:
-        ConfigError: Fabric has put a sampler of its own around the loader's, which draws an order that nobody saves.
+        ConfigError: Fabric has wrapped the sampler in one of its own, whose order nothing saves.
     """
     inner = getattr(loader, "_dataloader", None)
     if not isinstance(inner, DataLoader):
@@ -44,13 +44,13 @@ def torch_loader(name: str, loader: Any) -> Any:
 
 
 class FabricLoader:
-    """The position of a loader of ``fabric.setup_dataloaders``, which shuffles by how often it was iterated.
+    """The position of a loader of ``fabric.setup_dataloaders``, whose order depends on how often it was iterated.
 
     Args:
         fabrics: The loader.
 
     Attributes:
-        loader: The one that it iterates, made anew on several ranks.
+        loader: The loader inside, which Fabric has made anew on several ranks.
     """
 
     def __init__(self, fabrics: Any) -> None:
@@ -62,7 +62,7 @@ class FabricLoader:
         return {**self.loader.state_dict(), "epochs_begun": self._fabrics._num_iter_calls}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores what ``state_dict`` returned: an epoch that is not over is begun again."""
+        """Restores the result of ``state_dict``. An epoch that is not over counts as not begun, as it begins again."""
         epochs = state["epochs_begun"]
         self._fabrics._num_iter_calls = epochs if state.get("_iterator_finished") else max(0, epochs - 1)
         self.loader.load_state_dict({name: value for name, value in state.items() if name != "epochs_begun"})

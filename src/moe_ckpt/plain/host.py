@@ -1,9 +1,8 @@
-"""``driver.host.Host`` of a PyTorch loop: its step, its plain state, and how that is restored."""
+"""The host of a PyTorch loop: its step, and its plain state, read and restored."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,10 +12,9 @@ from torch.optim import Optimizer
 from moe_ckpt.driver.attached import LoopHost
 from moe_ckpt.driver.changes import Change, differing, optimizer_changes, schedules_of
 from moe_ckpt.driver.host import Stateful, loading_state
+from moe_ckpt.driver.loop import LoopPosition
 from moe_ckpt.driver.torch_model import TorchHost
-from moe_ckpt.errors import ConfigError
 from moe_ckpt.modeling.blocks import has_blocks, is_dtensor, with_blocks, without_blocks
-from moe_ckpt.modeling.optimizer_state import require_plain
 from moe_ckpt.recovery.executing import Restored
 from moe_ckpt.recovery.replay import Repeated
 from moe_ckpt.recovery.resume import other_ranks
@@ -45,47 +43,25 @@ class PlainHost(LoopHost, TorchHost):
     Args:
         module: The model, without wrappers of data parallelism.
         optimizers: All that update it.
-        stateful: As given to ``attach``.
+        stateful: As of ``attach``.
         world_size: Number of ranks.
 
     Attributes:
-        progress: The position of the loop.
+        restored: Training resumed from a checkpoint.
         buckets: The order of DDP's buckets (``modeling.bucket_order``); None where it does not matter.
     """
 
     def __init__(
         self, module: nn.Module, optimizers: Sequence[Optimizer], stateful: Mapping[str, Stateful], world_size: int
     ) -> None:
-        LoopHost.__init__(self, stateful)
+        LoopHost.__init__(self, stateful, LoopPosition())
         TorchHost.__init__(self, module, optimizers)
         self._world_size = world_size
-        self.progress, self._moved = Position(), False
+        self.restored = False
         self.buckets: str | None = None
         schedules = {name: schedules_of(target) for name, target in stateful.items()}
         self._configured = {**self._configured, "schedules": schedules}
         self._is_sharded = any(map(is_dtensor, module.parameters()))
-
-    @property
-    def step(self) -> int:
-        return self.progress.step
-
-    @property
-    def moved(self) -> bool:
-        return self._moved
-
-    def step_to(self, step: int, counters: Mapping[str, Any] | None) -> None:
-        """A step was done. Raises ``ConfigError`` unless it follows the one before."""
-        if step != self.step + 1:
-            raise ConfigError(
-                f"after_step({step}) follows step {self.step}: call it once per optimizer step, with the number of "
-                "steps done, and start from progress.step of what resume() returned"
-            )
-        if counters is None:
-            counters = self.progress.counters
-        else:
-            require_plain(counters, "counters")
-            counters = deepcopy(dict(counters))
-        self.progress, self._moved = Position(step, self.progress.restored, counters), True
 
     def load(self, restored: Restored) -> tuple[Sequence[Change], str | None]:
         plain = restored.plain
@@ -93,14 +69,14 @@ class PlainHost(LoopHost, TorchHost):
         for name, target in self.stateful.items():
             with loading_state(f"{name} ({type(target).__name__})", restored.path):
                 state = plain["stateful"][name]
-                # a loader makes an iterator, and draws its seed, to tell its state
+                # ``state_dict`` of a loader may make an iterator, which draws a seed
                 target.load_state_dict(without_blocks(state, target.state_dict(), name) if has_blocks(state) else state)
         before, now = plain["configured"], self._configured
         changes = list(optimizer_changes(before["optimizers"], now["optimizers"]))
         changes += differing("schedule ", before["schedules"], now["schedules"], from_checkpoint=False)
         self._configured = {**now, "optimizers": before["optimizers"]}
-        self.progress = Position(int(plain["step"]), restored=True, counters=plain["counters"])
-        self.buckets = plain["buckets"]
+        self.loop.set_position(int(plain["step"]), plain["counters"])
+        self.restored, self.buckets = True, plain["buckets"]
         return changes, other_ranks(restored.manifest, self._world_size)
 
     @property
@@ -108,7 +84,7 @@ class PlainHost(LoopHost, TorchHost):
         return self.stateful.values()
 
     def _count_from(self, step: int) -> None:
-        self.progress = Position(step)
+        self.loop.set_position(step, {})
 
     def repeated(self, before: _Plain, recorded: _Plain) -> Iterable[Repeated]:
         stateful = [(f"the state of stateful={{{n!r}: ...}}", _of_stateful(n)) for n in self.stateful]
@@ -116,11 +92,11 @@ class PlainHost(LoopHost, TorchHost):
 
     def capture(self, *, described: bool = False) -> _Plain:
         stateful = {name: target.state_dict() for name, target in self.stateful.items()}
-        self.generators.note()  # a loader that was not iterated yet has drawn its seed to tell its state
+        self.generators.record()  # ``state_dict`` of a loader that was not iterated yet draws a seed
         return {
             "framework": "torch",
             "step": self.step,
-            "counters": self.progress.counters,
+            "counters": self.loop.counters,
             "plain": self.state.plain(described=described),
             "stateful": with_blocks(stateful) if self._is_sharded else stateful,
             "rng": self.generators.state,

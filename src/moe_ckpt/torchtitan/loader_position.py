@@ -12,7 +12,7 @@ from moe_ckpt.errors import ConfigError
 
 
 class LoaderPosition:
-    """The position of a loader, without the pickle that torchtitan makes of it: checkpoints hold none.
+    """The position of a loader as plain data: torchtitan's own is a pickle, which no checkpoint may hold.
 
     Args:
         loader: Its data set's state must be plain data, tensors or arrays.
@@ -22,11 +22,11 @@ class LoaderPosition:
         self._loader = loader
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the position, and over how many ranks the data is divided."""
+        """Returns the position, and the number of ranks that the data is divided over."""
         return {"ranks": self._loader.dp_world_size, "loader": StatefulDataLoader.state_dict(self._loader)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores what ``state_dict`` returned.
+        """Restores the result of ``state_dict``.
 
         Raises:
             ConfigError: The data is divided over another number of ranks.

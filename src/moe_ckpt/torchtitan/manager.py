@@ -42,7 +42,7 @@ _INSTEAD = {
     "create_seed_checkpoint": "a new run begins as torchtitan initializes it, on any number of ranks",
     "load_only": "set policy=Dense(every_n_steps=...) to a number of steps that the run does not reach",
 }
-"""Fields of torchtitan's own managers that mean nothing here -> what to do."""
+"""Fields of torchtitan's own managers that have no effect here -> what to do instead."""
 _THEIRS = re.compile(r"step-\d+")
 
 
@@ -67,8 +67,8 @@ class CheckpointManager(BaseCheckpointManager):
         Attributes:
             enable: False: no checkpoints.
             folder: The store: a directory in ``dump_folder``, another one that all ranks see, or an fsspec URL.
-            interval: Of how many steps workers of the data loader report their position once. A restart loads the
-                batches since again. The policy decides which steps are saved.
+            interval: Steps between reports of their position by workers of the data loader. A restart loads the batches
+                since the last report again. The policy decides which steps are saved.
             policy: What is saved when; None: ``CheckFreq()``.
             resume, save_last, retention, host_memory_bytes, budget_fraction, memory, when_busy, timeout_secs, profile,
                 weights_from, state_from, on_read_error, access, checksum_threads: See ``moe_ckpt.run.options.Options``.
@@ -166,7 +166,7 @@ class CheckpointManager(BaseCheckpointManager):
         return self.checkpoint
 
     def _before_counting(self, validate: Callable[..., None]) -> Callable[..., None]:
-        """Lets a step be counted after its validation, which draws random numbers of the run."""
+        """Returns ``validate``, after which a waiting step is counted: validation draws random numbers of the run."""
 
         def validated(*args: Any, **kwargs: Any) -> None:
             validate(*args, **kwargs)
@@ -198,7 +198,7 @@ class CheckpointManager(BaseCheckpointManager):
         return
 
     def _close(self) -> None:
-        """Training has ended, or failed: torchtitan calls this while it handles the error."""
+        """Ends the run, or closes it after a failure: torchtitan calls this while it handles the error."""
         checkpoint, error = self._open(), sys.exc_info()[1]
         if error is None and not self._is_loaded:
             checkpoint.close()
@@ -209,7 +209,7 @@ class CheckpointManager(BaseCheckpointManager):
 
 
 def _require_own_folder(path: str) -> None:
-    """Raises where torchtitan's own manager has saved this run, which would start from scratch."""
+    """Raises if torchtitan's own manager has saved this run, since it would start from scratch."""
     theirs = [name for name in filesystem.listdir(path) if _THEIRS.fullmatch(name)] if filesystem.isdir(path) else []
     if theirs:
         raise ConfigError(
@@ -238,9 +238,9 @@ def _require_supported(model_parts: Sequence[nn.Module], trainer: Any) -> None:
             "parallelism.pipeline_parallel_degree=1, or use torchtitan's own CheckpointManager for this run"
         )
     for name, parameter in model_parts[0].named_parameters():
-        if is_dtensor(parameter) and parameter.device_mesh.size() != ranks:  # type: ignore[attr-defined]
+        if is_dtensor(parameter) and parameter.device_mesh.size() != ranks:
             raise UnsupportedError(
-                f"CheckpointManager: parameter {name!r} lies on {parameter.device_mesh}, which is not all of the "  # type: ignore[attr-defined]
+                f"CheckpointManager: parameter {name!r} lies on {parameter.device_mesh}, which is not all of the "
                 f"{ranks} ranks, so it is unknown what the others hold. Set "
                 "parallelism.spmd_backend='partial_dtensor'"
             )

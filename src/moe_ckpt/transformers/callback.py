@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 class MoECheckpointCallback(TrainerCallback):
     """Checkpoints a ``Trainer``, and resumes it from the newest checkpoint when ``train()`` is called again.
 
-    A restart has the weights, the optimizer, the schedule, the random numbers, the position in the data and the running
-    loss of the run. ``Trainer`` skips the batches that were trained. A step is evaluated before it is saved, so the
-    best metric is restored too; ``state.log_history`` is not.
+    A restart restores the weights, the optimizer, the schedule, the random numbers, the position in the data and the
+    running loss. ``Trainer`` skips the batches that were trained. A step is evaluated before it is saved, so the best
+    metric is restored, too; ``state.log_history`` is not.
 
     Args:
         policy: What is saved when; None: ``CheckFreq()``.
@@ -71,10 +71,12 @@ class MoECheckpointCallback(TrainerCallback):
             return train(trainer, *args, **kwargs)
 
     def run_epoch(self, trainer: Trainer, train: Callable[..., Any], **arguments: Any) -> None:
-        """Runs an epoch from where training resumes in it, or not at all if it is over.
+        """Runs an epoch from the position where training resumes in it, or not at all if it is over.
 
         Args:
-            arguments: They begin at the epoch that the checkpoint of ``Trainer`` is in.
+            trainer: The one that trains.
+            train: ``Trainer._run_epoch``.
+            arguments: Of ``train``; ``Trainer`` begins at the epoch that its own checkpoint is in.
         """
         if self._training.enter_epoch(arguments):
             train(trainer, **arguments)
@@ -101,17 +103,17 @@ class MoECheckpointCallback(TrainerCallback):
         self._training.begin(checkpoint.resume(step=state.global_step), checkpoint)
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Counts the step before, which is final now: it was logged, evaluated and saved by ``Trainer``."""
+        """Counts the step before, which is final now: ``Trainer`` has logged, evaluated and saved it."""
         self._training.batch_is_loaded()
         self._count(state)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """An optimizer step is done; what belongs to it is not."""
+        """Notes that an optimizer step is done; ``Trainer`` has still to log, evaluate and save it."""
         self._is_uncounted = True
         self._training.updates += 1
 
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """An evaluation is over."""
+        """Notes that an evaluation is over."""
         if self._progress is not None:
             self._progress.has_evaluated = True
 
@@ -153,9 +155,9 @@ def _of(trainer: Trainer) -> MoECheckpointCallback | None:
 
 @functools.cache
 def _accompany_trainers() -> None:
-    """Lets ``Trainer`` call its callback of ours around a training, an epoch, and what comes after the last one.
+    """Makes ``Trainer`` call ``MoECheckpointCallback`` around a training, each epoch, and the end of training.
 
-    A callback alone cannot say at which batch of which epoch training begins, nor learn that it failed.
+    A callback's events alone cannot set the batch at which training begins, and do not tell of failures.
     """
     ours = MoECheckpointCallback
     around: dict[str, Callable[..., Any]] = {

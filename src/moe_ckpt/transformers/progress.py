@@ -1,4 +1,4 @@
-"""The position of a ``Trainer`` in its data, with the sums it logs: saved with each checkpoint, and restored."""
+"""The position of a ``Trainer`` in its data, and the sums that it logs: saved with each checkpoint, and restored."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ _OF_STATE = (
     *("epoch", "global_step", "num_input_tokens_seen", "total_flos"),
     *("best_metric", "best_global_step", "best_model_checkpoint"),
 )
-"""Fields of ``TrainerState`` that training changes. ``log_history`` grows with the run, and is left out."""
+"""Fields of ``TrainerState`` that training changes, except ``log_history``, which grows with the run."""
 _OF_TRAINER = ("_tr_loss", "_globalstep_last_logged", "current_flos")
-"""What ``Trainer`` adds up until it logs."""
+"""Sums of ``Trainer`` since it last logged."""
 
 
 class TrainerProgress:
@@ -36,10 +36,10 @@ class TrainerProgress:
         trainer: The one that trains.
 
     Attributes:
-        epoch: The epoch that the next optimizer step belongs to, from 0.
+        epoch: The epoch of the next optimizer step, from 0.
         updates: Optimizer steps of that epoch that are done.
-        is_in_training: Whether a step was counted; else the state is that before the first batch is loaded.
-        has_evaluated: Whether an evaluation is over.
+        is_in_training: A step was counted; else the state is that before the first batch is loaded.
+        has_evaluated: An evaluation is over.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -69,10 +69,10 @@ class TrainerProgress:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restores what ``state_dict`` returned.
+        """Restores the result of ``state_dict``.
 
         Raises:
-            ConfigError: Other data, or batches of another size, within an epoch: the position is another one.
+            ConfigError: Within an epoch, the data or the size of batches have changed, so the position is not valid.
         """
         trainer = self.trainer
         before, now = state["data"], self._data()
@@ -96,7 +96,7 @@ class TrainerProgress:
                 vars(one).update(attributes)
 
     def _data(self) -> dict[str, Any]:
-        """What the position in the data depends on."""
+        """Returns settings on which the position in the data depends."""
         trainer, arguments = self.trainer, self.trainer.args
         sized = hasattr(trainer.train_dataset, "__len__")
         return {
@@ -114,7 +114,7 @@ class TrainerProgress:
     # --- where training begins ---
 
     def begin(self, position: Position, checkpoint: PlainCheckpoint) -> None:
-        """Training begins: where ``Trainer`` begins, or at ``position`` if that was restored or another host's."""
+        """Begins training at ``position`` if it was restored or is another host's; else where ``Trainer`` begins."""
         trainer, step = self.trainer, position.step
         if not position.restored:
             self.epoch = -1
@@ -123,7 +123,7 @@ class TrainerProgress:
         self._resumed = True
         if not self.is_in_training:
             return
-        trainer.args.eval_on_start = False  # the run did it, and callbacks have counted it
+        trainer.args.eval_on_start = False  # the run has made this evaluation, and callbacks have counted it
         _iterate_quietly(trainer.callback_handler.train_dataloader, checkpoint)
         if self.has_evaluated:
             load = trainer.get_eval_dataloader
@@ -134,26 +134,26 @@ class TrainerProgress:
         self._restore_generators = checkpoint.restore_generators
 
     def batch_is_loaded(self) -> None:
-        """Restores random numbers at the first step: the checkpoint was made when the same batch had been loaded."""
+        """Restores random numbers before the first step: the checkpoint was made after this batch was loaded."""
         if self._restore_generators is not None:
             self._restore_generators()
             self._restore_generators = None
 
     def close(self) -> None:
-        """Training has ended: ``Trainer`` has its settings back."""
+        """Restores the settings of ``Trainer`` after training."""
         vars(self.trainer).pop("get_eval_dataloader", None)
         self.trainer.args.eval_on_start = self._eval_on_start
 
     # --- every epoch ---
 
     def enter_epoch(self, arguments: dict[str, Any]) -> bool:
-        """Returns whether anything of an epoch is to be trained, and lets ``Trainer`` skip what was.
+        """Returns whether an epoch has batches left to train, and makes ``Trainer`` skip those that were trained.
 
         Args:
             arguments: Of ``Trainer._run_epoch``; changed.
         """
         trainer, epoch = self.trainer, arguments["epoch"]
-        if self.epoch < 0:  # new: as Trainer says
+        if self.epoch < 0:  # a new run: Trainer decides
             begins = epoch == arguments["epochs_trained"]
             batches = arguments["steps_trained_in_current_epoch"] if begins else 0
             self.epoch, self.updates = epoch, batches // trainer.args.gradient_accumulation_steps
@@ -170,7 +170,7 @@ class TrainerProgress:
         else:
             restore_rng(self._rng)  # so that samplers draw the same order
         if self._resumed:
-            # Trainer skips batches only where it resumes from a checkpoint of its own, whose random numbers it loads.
+            # Trainer skips batches only if it resumes from a checkpoint of its own, whose random numbers it loads.
             batches = self.updates * trainer.args.gradient_accumulation_steps
             arguments.update(
                 epochs_trained=epoch, steps_trained_in_current_epoch=batches, resume_from_checkpoint="moe_ckpt"
@@ -179,7 +179,7 @@ class TrainerProgress:
         return True
 
     def leave_epoch(self, arguments: dict[str, Any]) -> None:
-        """An epoch has ended: by its length, or because a callback ended it or the training."""
+        """Ends an epoch, which was complete, or which a callback has ended."""
         trainer = self.trainer
         for name in ("_load_rng_state", "get_batch_samples"):
             vars(trainer).pop(name, None)
@@ -188,7 +188,7 @@ class TrainerProgress:
             self.epoch, self.updates = self.epoch + 1, 0
 
     def _watched(self, load: Callable[..., Any]) -> Callable[..., Any]:
-        """Lets ``load`` warn if it draws random numbers, at the epoch's second step: the first draws its order."""
+        """Returns ``load``, which warns if it draws random numbers at the second step; the first draws the order."""
         calls = itertools.count()
 
         def watched(*args: Any, **kwargs: Any) -> Any:
@@ -209,7 +209,7 @@ class TrainerProgress:
 
 
 def _iterate_quietly(loader: Any, checkpoint: PlainCheckpoint) -> Any:
-    """Lets a loader whose workers stay draw no seed for them: the run did that when it was first iterated."""
+    """Makes a loader with persistent workers draw no seed for them: the run did so when it was first iterated."""
     inner = getattr(loader, "base_dataloader", loader)
     if isinstance(inner, DataLoader) and inner.persistent_workers:
         checkpoint.iterate_quietly(inner)

@@ -1,8 +1,7 @@
-"""What all ranks together must write for a plan: the other side of the coverage proof.
+"""The slices that all ranks together must write for a plan: the other side of the coverage proof.
 
-Each of the N ranks answers for about an N-th of the tensors. What it must add up is a sum per operator, made once per
-set of tensors, and the claim of a plan is the sum of its operators'. So a plan that was never seen before costs what it
-names, not what the model has.
+Each of the N ranks accounts for about an N-th of the tensors. It computes a sum per operator once per set of tensors,
+and adds up those of a plan's operators. So a new plan takes time for the operators that it names, not for the model.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _Scattered = tuple[str, frozenset[str], int]
 
 
 class Claims:
-    """The slices that one rank must account for. For the persist thread only, except its creation.
+    """The slices for which one rank must account. For the persist thread only, except its creation.
 
     Args:
         catalog: Of the model.
@@ -46,11 +45,11 @@ class Claims:
         self._rank, self._ranks = rank, ranks
 
     def own_sum(self, operators: Collection[str], compute_only: Collection[str], *, in_window: bool) -> int:
-        """Returns the ``cover_sum`` of what this rank must account for, in a plan that saves ``operators``.
+        """Returns the ``cover_sum`` of the slices for which this rank must account in a plan.
 
         Args:
-            operators: Are saved in full.
-            compute_only: Of which only compute weights are saved.
+            operators: Saved in full.
+            compute_only: Operators of which only compute weights are saved.
             in_window: The plan is a slot of a sparse window: see ``LocalState.replay_cuts``.
         """
         full, light, scattered = self._sums
@@ -64,7 +63,7 @@ class Claims:
     def boxes(
         self, operators: Collection[str], compute_only: Collection[str], *, in_window: bool
     ) -> Mapping[str, list[Box]]:
-        """All boxes that the ranks together must write, to say what is missing when sums differ."""
+        """Returns all boxes that the ranks together must write, to find missing ones when sums differ."""
         chosen, resting = frozenset(operators), frozenset(compute_only)
         repeated = Repeated(self._catalog, chosen)
         boxes: dict[str, list[Box]] = {}
@@ -80,19 +79,19 @@ class Claims:
         return boxes
 
     def _blocks(self, specs: Iterable[TensorSpec] | None = None) -> Iterator[tuple[Operator, TensorSpec, Box]]:
-        """Yields the block of each operator in each tensor that has elements; by default in all tensors."""
+        """Yields the block of each operator in each tensor with elements; by default in all tensors."""
         for spec in self._specs if specs is None else specs:
             for operator, span in holders(self._catalog, spec) if prod(spec.global_shape) else ():
                 yield operator, spec, box_of_rows(*span.rows(spec.global_shape), spec.global_shape)
 
     @cached_property
     def is_saved(self) -> npt.NDArray[np.bool_]:
-        """``[operators]`` True for those that have anything to save: not all, where parameters are empty."""
+        """``[operators]`` True for operators that have elements: parameters may be empty."""
         return self._catalog.mask(tuple({operator.id for operator, _, _ in self._blocks()}))
 
     @cached_property
     def _sums(self) -> tuple[Mapping[str, int], Mapping[str, int], Sequence[_Scattered]]:
-        """Per operator, of all its state and of its compute weights; and state that any slot may have to repeat."""
+        """Sums of each operator's state and of its compute weights, and state that a slot may have to repeat."""
         full: dict[str, int] = {}
         light: dict[str, int] = {}
         scattered: list[_Scattered] = []
@@ -113,13 +112,14 @@ class Claims:
 
 @lru_cache(maxsize=1 << 14)
 def box_of_rows(start: int, stop: int, global_shape: tuple[int, ...]) -> Box:
-    """Rows ``[start, stop)`` of a tensor, whole in all other dimensions."""
+    """Returns the box of the rows ``[start, stop)`` of a tensor, whole in all other dimensions."""
     rest = global_shape[1:]
     return Box((start, *(0 for _ in rest)), (stop - start, *rest)) if global_shape else Box((), ())
 
 
 class SavedOperators:
-    """The operators that snapshots save in full; what has no element is left out. Not safe for several threads."""
+    """Encodes the operators that snapshots save in full, without those that have no element. Not safe for several
+    threads."""
 
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
@@ -129,7 +129,8 @@ class SavedOperators:
         self._found: Callable[[tuple[str, ...]], tuple[Fragment, Counts]]
 
     def of(self, operators: tuple[str, ...], claims: Claims) -> tuple[Fragment, Counts]:
-        """Returns operators as a list of ids, for documents, and by place. Found once for the newest few tuples."""
+        """Returns the ids of operators, encoded for documents, and their numbers in the catalog. Cached for the newest
+        few tuples."""
         if claims is not self._claims:
             self._claims, self._found = claims, Remembered(partial(self._find, claims.is_saved))
         return self._found(operators)

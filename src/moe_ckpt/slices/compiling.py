@@ -1,13 +1,13 @@
-"""Compiles the contents of a snapshot into what this rank copies: which bytes go where, and what headers say of them.
+"""Compiles the contents of a snapshot into a plan of this rank: the bytes to copy, their places, and their headers.
 
-A dense checkpoint of a model with many experts has tens of thousands of slices, so nothing may take Python work for
-each of them at every step. What is known of an operator is worked out once (``slices.cuts``), and a plan that is new is
-joined from that. A plan that comes again, as every dense one does, is the very same as long as the live tensors are:
-what it costs is C: pointers compared, bytes copied, checksums.
+A dense checkpoint of a model with many experts has tens of thousands of slices, so that no step may take Python work
+for each of them. The slices of an operator are described once (``slices.cuts``), and a new plan is joined from them. A
+plan that occurs again, as every dense one does, is the same object as long as the live tensors are the same: its cost
+is C code, which compares pointers, copies bytes and computes checksums.
 
-Legend: a plan's *key* is what is saved, not when: (operators, host-only, compute-only, part of a window or not). Plans
-are found by their keys, under one layout, which is compared by what it says. Only live tensors are compared by which
-objects they are, for it is their memory that is copied.
+A plan's *key* is what is saved, whatever the step: (operators, host-only, compute-only, part of a window or not). Plans
+are cached by key for one layout. Layouts are compared by value, and live tensors by identity, since it is their memory
+that is copied.
 """
 
 from __future__ import annotations
@@ -47,36 +47,36 @@ from moe_ckpt.slices.local_state import LocalState
 from moe_ckpt.slices.mirroring import MIRROR, MirroredShares, digests_of
 
 HOST_ONLY = "held"
-"""Kind of the part that stays in host memory and goes into no shard."""
+"""Kind of the part that stays in host memory and becomes no shard."""
 GRADIENTS = "gradient"
-"""Kind of the part that holds consumed gradients; it goes into no shard either, but to peers."""
+"""Kind of the part with consumed gradients. It goes to peers, and becomes no shard either."""
 _MOST_SLICES = 1 << 19
-"""Slices of all plans that are kept; the plans that were used longest ago go first."""
+"""Slices of all cached plans. Beyond that, the plans that were used longest ago are dropped."""
 
 _COVER_SUM: Callable[[Cut], int] = attrgetter("cover_sum")
 
 PlanKey = tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...], bool]
 _WholeKey = tuple[PlanKey, tuple[SliceEntry, ...], PeerPart]
-"""With side tensors, and what goes to peers."""
+"""With side tensors, and the part that goes to peers."""
 
 
 class CompiledPart:
-    """One shard of a plan, or what the plan keeps in host memory only. Offsets count from the part's first byte.
+    """One part of a plan, whose slices are in one place. Offsets count from the part's first byte.
 
-    Made on the training thread, but for what takes long and is not needed there.
+    Made on the training thread, except for cached properties, which take long and are needed by other threads.
 
     Attributes:
         kind: That of the shard it becomes (see ``shard_path``), ``HOST_ONLY``, ``GRADIENTS``, or ``MIRROR`` and a rank.
-        joined: The cuts that it is made of.
-        slices: What it holds, side tensors included, in the order of ``lay_out``.
-        source: The rank of whose share this part is a duplicate from this rank's state; None for this rank's own share.
-        is_written: It becomes a shard.
-        is_consumed: It holds gradients, of this rank's share or of another's.
-        ends: Where each ends; the next begins there.
-        side: Places in ``slices`` of the side tensors, in the order in which they were given.
+        joined: The cuts of the part.
+        slices: All slices, side tensors included, in the order of ``lay_out``.
+        source: Rank whose share this part duplicates from this rank's state; None for this rank's own share.
+        is_written: The part becomes a shard.
+        is_consumed: The part has gradients, of this rank's share or of another's.
+        ends: End of each slice, where the next begins.
+        side: Numbers in ``slices`` of the side tensors, in the given order.
         copies: Copies all slices but the side tensors.
-        nbytes: Of all slices.
-        frozen_nbytes: Of the weights of operators that a window anchors later.
+        nbytes: Bytes of all slices.
+        frozen_nbytes: Bytes of the weights of operators that a window anchors later.
     """
 
     def __init__(self, kind: str, cuts: Cuts, side: Sequence[SliceEntry], at_once: Collection[str]) -> None:
@@ -112,7 +112,7 @@ class CompiledPart:
 
     @property
     def entries(self) -> tuple[SliceEntry, ...]:
-        """The slices, each with its byte range. Takes long."""
+        """The slices, each with its byte range. Slow."""
         return in_a_row(self.slices.listed())
 
     def side_entries(self) -> list[SliceEntry]:
@@ -121,42 +121,42 @@ class CompiledPart:
         return [moved(entry, int(self.ends[at]) - entry.nbytes) for at, entry in numbered]
 
     def release(self) -> None:
-        """Drops all references to live tensors: everything is copied."""
+        """Drops all references to live tensors, once the copy is done."""
         self.copies.release()
         self._shelf.release()
 
     @cached_property
     def names(self) -> Numbers:
-        """``[n]`` digest of the name of each slice."""
+        """``[n]`` digests of the names of the slices."""
         return digests_of([entry.name for entry in self.slices.listed()])
 
     @cached_property
     def operators(self) -> tuple[str, ...]:
-        """Operators of which the part holds more than what only replay needs."""
+        """Operators of the part, except those of which it has only slices for a replay."""
         return tuple(sorted({cut.operator for cut in self.cuts if not cut.is_replay}))
 
     @cached_property
     def stretches(self) -> Sequence[tuple[str, int, int]]:
-        """The stretches of the slices of operators, type by type: (type, first, the one behind the last)."""
+        """Stretches of slices of one type, without side tensors: (type, first slice, the one after the last)."""
         return stretches(self._table)
 
     @cached_property
     def pieces(self) -> Sequence[Sequence[Piece]]:
-        """The slices, divided into what one thread checks at a time."""
+        """The slices, divided into tasks for checking threads."""
         return pieces_of(self.ends, self.stretches)
 
     @property
     def boxes(self) -> tuple[tuple[str, Box], ...]:
-        """Key and block of every slice that the coverage proof is about."""
+        """Key and block of every slice in the coverage proof."""
         return tuple((entry.key, entry.box) for cut in self.cuts for entry in cut.entries)
 
     @cached_property
     def cover_sum(self) -> int:
-        """The sum of ``boxes`` (``cover_sum``)."""
+        """``cover_sum`` of ``boxes``."""
         return sum(map(_COVER_SUM, self.cuts)) % PRIME
 
     def head(self, run_id: str, rank: int, step: int) -> bytes:
-        """Returns the shard's head, cached from the second use on: it is large, and most plans are used only once.
+        """Returns the shard's head, cached from the second use on, since it is large and most plans are used once.
 
         Raises:
             CoverageError: Two of the slices are the same one.
@@ -177,15 +177,15 @@ Placed = tuple[int, CompiledPart]
 
 @dataclass(frozen=True, eq=False)
 class CompiledPlan:
-    """The plan of what one rank copies and writes for one key.
+    """The parts that one rank copies and writes for one key.
 
     Attributes:
-        buffers: The parts of each buffer. The first one has ``parts``, one for each of ``slots`` has gradients. What
-            duplicates other ranks' shares lies in the first, behind this rank's own; beside ``slots`` in a last one of
-            its own, since it is needed for a short time only.
-        key: What is saved.
-        claims: What all ranks together must write of it.
-        slots: Places in ``Contents.groups`` of the gradients that lie in buffers of their own.
+        buffers: The parts of each buffer: first ``parts``, then for each of ``slots`` its gradients. Duplicates of
+            other ranks' shares are in the first buffer, behind this rank's share; if there are ``slots``, in a buffer
+            of their own, the last one, since they are needed for a short time only.
+        key: Operators that are saved.
+        claims: The slices that all ranks together must write.
+        slots: Numbers in ``Contents.groups`` of the gradients in buffers of their own.
     """
 
     buffers: tuple[tuple[Placed, ...], ...]
@@ -195,7 +195,7 @@ class CompiledPlan:
 
     @property
     def parts(self) -> tuple[Placed, ...]:
-        """All that lies in the first buffer."""
+        """The parts of the first buffer."""
         return self.buffers[0]
 
     @property
@@ -219,28 +219,30 @@ class CompiledPlan:
         return tuple(placed for placed in self.parts if placed[1].source is None)
 
     def own_nbytes(self, *, host_only: bool = True) -> int:
-        """Bytes of the buffer up to the end of this rank's share, with or without its ``HOST_ONLY`` parts."""
+        """Returns the bytes of the first buffer up to the end of this rank's share, with or without ``HOST_ONLY``
+        parts."""
         ends = (begin + part.nbytes for begin, part in self.share_parts if host_only or part.kind != HOST_ONLY)
         return max(ends, default=0)
 
     @cached_property
     def cover_difference(self) -> int:
-        """Written minus accounted for by this rank: added over all ranks, 0 modulo ``PRIME`` if the plan is tiled."""
+        """``cover_sum`` of the slices that this rank writes, less those that it accounts for. The sum over all ranks is
+        0 modulo ``PRIME`` if their slices tile the plan."""
         operators, _, compute_only, in_window = self.key
         written = sum(part.cover_sum for _, part in self.parts if part.is_written)
         return (written - self.claims.own_sum(operators, compute_only, in_window=in_window)) % PRIME
 
     def claimed_boxes(self) -> Mapping[str, list[Box]]:
-        """All boxes that the ranks together must write."""
+        """Returns all boxes that the ranks together must write."""
         operators, _, compute_only, in_window = self.key
         return self.claims.boxes(operators, compute_only, in_window=in_window)
 
 
 class PlanCompiler:
-    """Compiles contents for one rank, and keeps what it made. For the training thread only.
+    """Compiles contents for one rank, and caches the plans. For the training thread only.
 
     Attributes:
-        mirrors: What is copied of the shares of others, whose copies this rank holds.
+        mirrors: Cuts duplicates of the shares of ranks whose copies this rank keeps.
     """
 
     def __init__(self, catalog: Catalog, placement: Placement, rank: int, ranks: int) -> None:
@@ -260,8 +262,8 @@ class PlanCompiler:
         self.mirrors = MirroredShares(catalog, placement, ())
 
     def add_unstable(self, keys: Collection[str]) -> None:
-        """Code other than the optimizer changes these tensors: from now on they are copied before training
-        continues."""
+        """Has these tensors copied before training continues, from now on: something other than the optimizer changes
+        them."""
         self._unstable |= frozenset(keys)
         self._forget()
 
@@ -274,14 +276,15 @@ class PlanCompiler:
         gradients: Sequence[StateTensor] = (),
         compute_types: ComputeTypes | None = None,
     ) -> CompiledPlan:
-        """The plan for ``contents``: the very same one again, if neither what is saved nor the tensors have changed.
+        """Returns the plan for ``contents``: the same object again if neither the operators nor the tensors have
+        changed.
 
         Args:
-            contents: What to save; on behalf of another rank, the part of it that this rank also holds.
+            contents: Of the snapshot; on behalf of another rank, this rank plans the part that it also holds.
             tensors: This rank's.
             specs: Those of all ranks.
             side: Tensors of no operator, which go into this rank's non-expert shard.
-            gradients: This rank's. They may be other tensors at each step, so that what is made of them is not kept.
+            gradients: This rank's. They may be other tensors at each step, so that their parts are not cached.
             compute_types: Types of compute weights, by default those of the tensors.
         """
         self._update(tensors, specs, compute_types or {})
@@ -306,7 +309,7 @@ class PlanCompiler:
                 self._local = LocalState(self._catalog, tensors)
                 self._forget()
             self._tensors = tensors
-        # Layouts are compared by content: equal ones keep their plans, and the newer object is the one to come again.
+        # Equal layouts keep their plans. The newer object is stored, since it is likely to come again.
         if specs is not self._specs:
             before, self._specs = self._specs, tuple(specs)
             if self._specs != before:
@@ -323,7 +326,7 @@ class PlanCompiler:
         self._slices = 0
 
     def _compile_lent(self, key: PlanKey, contents: Contents, writer: int, side: Sequence[SliceEntry]) -> CompiledPlan:
-        """The part of another rank's share that this rank also holds. Made once, when training stops."""
+        """Returns the plan of the part of another rank's share that this rank also holds, once training stops."""
         _, assignment = self._cut(contents)
         [cuts] = (
             MirroredShares(self._catalog, self._placement, [writer])
@@ -353,7 +356,8 @@ class PlanCompiler:
         return self._laid_out(key, parts)
 
     def _with_gradients(self, plan: CompiledPlan, contents: Contents, gradients: Sequence[StateTensor]) -> CompiledPlan:
-        """With this rank's share of the gradients, behind the rest of its share, or in buffers of their own."""
+        """Returns the plan with this rank's share of the gradients, behind its other parts or in buffers of their
+        own."""
         operators, groups = contents.gradients, contents.groups
         assignment = self._sharder.assign(operators, self._tensors)
         share = LocalState(self._catalog, gradients).cuts(operators, assignment, self._rank)
@@ -362,7 +366,7 @@ class PlanCompiler:
         planned = [part for _, part in plan.parts]
         if groups is None:
             made = [CompiledPart(GRADIENTS, share, (), ())] if len(share) else []
-            # This rank's share first, and of that what peers do not get last.
+            # This rank's share first, and at its end the parts that peers do not get.
             order = sorted((*planned, *made, *mirrored), key=lambda e: (e.source is not None, e.kind == HOST_ONLY))
             return replace(plan, buffers=(_in_a_buffer(order),))
         slot_of = groups.slot_of[share.places]
@@ -373,7 +377,7 @@ class PlanCompiler:
         return replace(plan, buffers=tuple(map(_in_a_buffer, parts)), slots=tuple(slots))
 
     def _cut(self, contents: Contents) -> tuple[Cuts, WriteAssignment]:
-        """This rank's share of what is copied, as views of live tensors, and who has which."""
+        """Returns this rank's share of the slices to copy, and the assignment of all shares."""
         if self._local.is_crowded:
             self._local = LocalState(self._catalog, self._tensors)
             self._newest.clear()
@@ -385,7 +389,7 @@ class PlanCompiler:
         return cuts, assignment
 
     def _part(self, kind: str, cuts: Cuts, side: Sequence[SliceEntry]) -> CompiledPart:
-        """A part of the same slices as the plan before is that plan's: what is no expert is saved by every plan."""
+        """Returns a part, the one of the plan before if it has the same slices: every plan saves the non-experts."""
         newest = self._newest.get(kind)
         if newest is None or newest.given_side != tuple(side) or not newest.joined.same(cuts):
             newest = self._newest[kind] = CompiledPart(kind, cuts, side, self._unstable)
@@ -393,7 +397,7 @@ class PlanCompiler:
 
 
 def _in_a_buffer(parts: Iterable[CompiledPart]) -> tuple[Placed, ...]:
-    """The parts one after the other."""
+    """Returns the parts one after the other, aligned."""
     placed: list[Placed] = []
     end = 0
     for part in parts:

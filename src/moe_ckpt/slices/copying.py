@@ -1,8 +1,8 @@
-"""Copies live tensors into a host buffer: with few calls, worked out once per part of a plan, beside the next forward
-and backward pass.
+"""Copies live tensors into a host buffer during the next forward and backward pass, with few calls, which are planned
+once per part of a plan.
 
-One thread per rank. The caller may change the live tensors again only after ``Copy.join``. On a GPU the bytes move on a
-side stream, and the join makes the training stream wait, not the host. Through a gate they go chunk by chunk.
+One thread per rank. The caller may change the live tensors again only after ``Copy.join``. On a GPU the copy runs on a
+side stream, and the join makes the training stream wait, not the host. A gate admits the copy chunk by chunk.
 """
 
 from __future__ import annotations
@@ -41,33 +41,33 @@ log = logging.getLogger("moe_ckpt")
 
 _VERSION = attrgetter("_version")
 _LARGE_NBYTES = 1 << 16
-"""From here on a run of neighbours is moved by itself; smaller ones are gathered, many by one call."""
+"""From this size on a run of neighbours is copied by itself; smaller runs are gathered, many by one call."""
 _WORTH_JOINING = 8
-"""From this many neighbours on, one tensor of them is quicker than gathering them one by one."""
+"""From this many neighbours on, one tensor for all is quicker than gathering them one by one."""
 _GATHERED = (1 << 15) - 1
-"""Elements that one call gathers: so few that torch does it on one core, and training keeps the others."""
+"""Elements that one call gathers: so few that torch uses one core, and leaves the others to training."""
 _LARGE_ON_DEVICE, _GATHERED_ON_DEVICE = 1 << 20, 1 << 20
-"""The same from a device: to begin a transfer over the bus takes as long as some hundred KB of it."""
+"""The same for a device: to begin a transfer over the bus takes as long as to transfer some hundred KB."""
 
 
 class CopyProgram:
-    """The copies of one part of a plan, worked out once: few calls, each of which runs without the interpreter lock.
+    """The copies of one part of a plan: few calls, each of which runs without the interpreter lock.
 
-    Neighbours in memory that are neighbours in the target too are one run. Large runs are moved one by one. Small ones
+    Slices that are neighbours in memory and in the target are one run. Large runs are copied one by one. Small runs
     that follow one another are gathered by one ``torch.cat``: into the target, or on a GPU, from where one transfer
-    brings the result to the host. What is not contiguous, or must be converted (compute weights may have another type
-    than their master), is copied by itself.
+    brings the result to the host. A slice that is not contiguous, or must be converted (compute weights may have
+    another type than their masters), is copied by itself.
 
     Args:
-        shelf: Has what is copied.
-        numbers: Its slices there, in the order of the target.
-        table: Of them, see ``slices.cuts``.
-        begins: Where each goes.
-        at_once: Keys of tensors that others than the optimizer change.
+        shelf: Of the slices.
+        numbers: Of the slices on the shelf, in the order of the target.
+        table: Rows of the slices, see ``slices.cuts``.
+        begins: First byte of each in the target.
+        at_once: Keys of tensors that something other than the optimizer changes.
 
     Attributes:
-        at_once: The slices of those, which ``copy_here`` copies instead.
-        is_cuda: Whether any of the tensors is on a GPU.
+        at_once: Slices of these tensors, which ``copy_here`` copies instead.
+        is_cuda: True if any of the tensors is on a GPU.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class CopyProgram:
 
     @cached_property
     def steps(self) -> tuple[CopyStep, ...]:
-        """Made on the copying thread, when it first needs them: the runs of neighbours, small ones gathered."""
+        """The calls, which the copying thread plans when it first needs them."""
         steps = self._steps() if len(self._numbers) else ()
         return tuple(chunk for step in steps for chunk in step.chunks(_PIECE_NBYTES))
 
@@ -139,12 +139,12 @@ class CopyProgram:
 
 @dataclass(frozen=True, eq=False)
 class CopyStep:
-    """Bytes ``[begin, end)`` of the target, from one call.
+    """One call, which fills the bytes ``[begin, end)`` of the target.
 
     Attributes:
         dtype: Of the target's elements.
-        sources: Contiguous and flat, one after the other; or one of any shape, if ``shape`` says which.
-        shape: Of a source that is copied element by element.
+        sources: Contiguous and flat tensors, one after the other; or a single one of any shape.
+        shape: Of a single source that is copied element by element; else None.
     """
 
     begin: int
@@ -155,17 +155,17 @@ class CopyStep:
 
     @property
     def size(self) -> int:
-        """Bytes in all."""
+        """Bytes that the call copies."""
         return self.end - self.begin
 
     @cached_property
     def _bytes(self) -> npt.NDArray[np.uint8]:
-        """Of the only source, in host memory."""
+        """The bytes of a single source in host memory."""
         source: npt.NDArray[np.uint8] = self.sources[0].view(torch.uint8).numpy()
         return source
 
     def chunks(self, most: int) -> Iterator[CopyStep]:
-        """The same in pieces of no more than ``most`` bytes, where one large run can be divided."""
+        """Yields the same copy in pieces of at most ``most`` bytes, if it is a single run."""
         if self.size <= most or len(self.sources) > 1 or self.shape is not None:
             yield self
             return
@@ -176,7 +176,7 @@ class CopyStep:
             yield CopyStep(begin, begin + len(run) * width, self.dtype, (run,))
 
     def run(self, memory: torch.Tensor) -> None:
-        """Copy into ``memory``, which is host memory: from the CPU at once, from a device on the current stream."""
+        """Copies into host memory: from the CPU at once, from a device on its current stream."""
         into = memory[self.begin : self.end]
         first = self.sources[0]
         if self.shape is not None or not first.is_cpu:
@@ -218,14 +218,22 @@ def versions(tensors: Sequence[torch.Tensor]) -> Numbers:
 
 
 def _starts(joined: npt.NDArray[np.bool_], count: int) -> Numbers:
-    """Where a stretch begins, of ``count`` of which each but the first is ``joined`` to the one before, or not."""
+    """Returns the first element of each stretch of ``count`` elements.
+
+    Args:
+        joined: For each element but the first, whether it is in the same stretch as the one before.
+        count: Elements.
+    """
     return np.concatenate([np.zeros(min(count, 1), dtype=np.int64), np.flatnonzero(~joined) + 1])
 
 
 def _runs(joined: npt.NDArray[np.bool_], nbytes: Numbers) -> tuple[Numbers, Numbers]:
-    """The first piece of each run, and how many it has. Short runs of small pieces are not worth a tensor of their own.
+    """Returns the first slice of each run, and the number of its slices. A short run of small slices is divided again,
+    since a tensor of its own is not worth it.
 
-    joined: of each piece but the first, whether it follows on the one before it.
+    Args:
+        joined: For each slice but the first, whether it follows the one before in memory and in the target.
+        nbytes: Of each slice.
     """
     first = _starts(joined, len(nbytes))
     lengths = np.diff(first, append=len(nbytes))
@@ -235,7 +243,13 @@ def _runs(joined: npt.NDArray[np.bool_], nbytes: Numbers) -> tuple[Numbers, Numb
 
 
 def _gathered(heads: list[torch.Tensor], lengths: Numbers, begins: Numbers, ends: Numbers) -> CopyStep:
-    """Runs that follow one another: the first piece of each, how many it has, and where it goes."""
+    """Returns the call that gathers runs which follow one another.
+
+    Args:
+        heads: First slice of each run.
+        lengths: Number of its slices.
+        begins, ends: Bytes of each run in the target.
+    """
     counts = ((ends - begins) // heads[0].itemsize).tolist()
     for at in np.flatnonzero(lengths > 1).tolist():
         heads[at] = torch.as_strided(heads[at], (counts[at],), (1,))
@@ -243,10 +257,10 @@ def _gathered(heads: list[torch.Tensor], lengths: Numbers, begins: Numbers, ends
 
 
 def copy_here(sources: Sequence[tuple[SliceEntry, torch.Tensor]], memory: torch.Tensor) -> bool:
-    """Copies from the CPU at once, and from a device on its current stream, without waiting for it.
+    """Copies from the CPU at once, and from a device on its current stream, without waiting for that.
 
     Returns:
-        Whether anything is copied from a device: then the bytes are there when the next ``Copier.start`` is done.
+        True if a source is on a device: its bytes are there when the copy of the next ``Copier.start`` is done.
     """
     for entry, source in sources:
         transfer(source, memory[entry.begin : entry.end], TORCH_DTYPES[entry.dtype], entry.shape)
@@ -254,14 +268,14 @@ def copy_here(sources: Sequence[tuple[SliceEntry, torch.Tensor]], memory: torch.
 
 
 def transfer(source: torch.Tensor, memory: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> None:
-    """Copy a tensor into host memory: from the CPU at once, from a device on its current stream; at once, too, if the
-    device has no room to convert it, or to lay it out in one piece.
+    """Copies a tensor into host memory: from the CPU at once, from a device on its current stream. If the device has no
+    memory to convert it or to make it contiguous, the copy is made at once.
 
     Args:
-        source: What to copy.
+        source: The tensor.
         memory: ``[nbytes]`` uint8, all of which is written.
-        dtype: Of the elements there.
-        shape: Of ``source``, where that is not flat.
+        dtype: Of the elements in ``memory``.
+        shape: Of ``source``; (-1,) for a flat one.
     """
     try:
         _transfer(source, memory, dtype, shape)
@@ -271,7 +285,8 @@ def transfer(source: torch.Tensor, memory: torch.Tensor, dtype: torch.dtype, sha
 
 
 def _on_host(source: torch.Tensor) -> torch.Tensor:
-    """Returns a copy of a device's tensor that takes no memory there: of all that lies between its elements, too."""
+    """Returns a copy of a device's tensor on the host, which needs no memory of the device: the memory between its
+    elements is copied as well."""
     extent = 1 + sum((size - 1) * stride for size, stride in zip(source.shape, source.stride(), strict=True))
     whole = torch.empty(extent, dtype=source.dtype, device="cpu").copy_(source.as_strided((extent,), (1,)))
     return whole.as_strided(source.shape, source.stride())
@@ -288,13 +303,13 @@ def _transfer(source: torch.Tensor, memory: torch.Tensor, dtype: torch.dtype, sh
 
 
 def _lock_ends(memory: torch.Tensor) -> list[int]:
-    """Where inside of ``memory`` pieces end that CUDA has locked (``memory.mapping``)."""
+    """Returns the bytes in ``memory`` at which a piece that CUDA has locked ends (``memory.mapping``)."""
     before = -memory.data_ptr() % LOCK_NBYTES or LOCK_NBYTES
     return list(range(before, memory.numel(), LOCK_NBYTES))
 
 
 def target(entry: SliceEntry, memory: torch.Tensor) -> torch.Tensor:
-    """Returns the place of the slice in a part's memory, as a tensor of its type and shape."""
+    """Returns the bytes of a slice in a part's memory, as a tensor of its type and shape."""
     return memory[entry.begin : entry.end].view(TORCH_DTYPES[entry.dtype]).view(entry.shape)
 
 
@@ -417,11 +432,11 @@ class Copier:
         self._stream: torch.cuda.Stream | None = None
 
     def start(self, jobs: Sequence[Job], *, on_device: bool = False) -> Copy:
-        """Begin copying; returns at once. Nothing else may touch the jobs' memory until it is done.
+        """Begins to copy, and returns at once. Nothing else may use the jobs' memory until the copy is done.
 
         Args:
-            jobs: What to copy.
-            on_device: ``copy_here`` has asked a device for more, which belongs to this copy.
+            jobs: Programs, each with its memory.
+            on_device: ``copy_here`` has begun copies from a device, which belong to this copy.
         """
         ready = None
         programs = [program for program, _ in jobs]
@@ -474,12 +489,12 @@ class Copier:
                 yield chunk, memory
 
     def close(self) -> None:
-        """End the thread after the copy in hand. Never blocks for longer than that copy takes."""
+        """Ends the thread after the copy under way. Never blocks for longer than that copy takes."""
         self._pool.shutdown(wait=threading.current_thread() is threading.main_thread())
 
 
 def _pieces(jobs: Sequence[Job]) -> Iterator[tuple[list[Move], _Position]]:
-    """Yields what is copied, in order and in two pieces or more, each with the position that is reached with it."""
+    """Yields all moves, in order and in two pieces or more, each with the position at its end."""
     most = min(_PIECE_NBYTES, max(1, sum(program.nbytes for program, _ in jobs) // 2))
     piece, nbytes = list[Move](), 0
     for number, (program, memory) in enumerate(jobs):
@@ -494,6 +509,6 @@ def _pieces(jobs: Sequence[Job]) -> Iterator[tuple[list[Move], _Position]]:
 
 @torch.no_grad()
 def carry_out(moves: Iterable[Move]) -> None:
-    """Run steps one after the other, on the current stream where they read a device."""
+    """Runs steps one after the other; from a device on its current stream."""
     for step, memory in moves:
         step.run(memory)

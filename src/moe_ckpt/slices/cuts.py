@@ -1,9 +1,9 @@
-"""What a rank writes of one operator, worked out once: plans join cuts, and do not list slices again.
+"""The slices that a rank writes of one operator, described once: plans join cuts, and do not list slices again.
 
-MoC and MoEtion choose other experts at every step, so that most of their plans are new though each operator in them is
-known. Whatever takes Python work for a slice is done when its operator is first saved, and kept in the columns of a
-shelf: a cut is a range of numbers there. To join cuts into a plan takes array operations. Few objects are kept for a
-slice, for the garbage collector looks at each.
+MoC and MoEtion choose other experts at every step, so that most of their plans are new, although each of their
+operators was saved before. All Python work for a slice is done when its operator is first saved, and the result is in
+the columns of a shelf: a cut is a range of numbers there, and array operations join cuts into a plan. There are few
+objects for a slice, since the garbage collector visits each.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Numbers = npt.NDArray[np.int64]
 
 
 class Column:
-    """An array that grows at its end. A reader meanwhile sees everything that was there.
+    """An array that grows at its end. Other threads may read the rows that were there before.
 
     Args:
         dtype: Of its elements.
@@ -67,7 +67,7 @@ def ascending(numbers: Numbers, end: int) -> Numbers:
 
 
 _GATHERED_AS = frozenset({torch.float64, torch.float32, torch.float16, torch.bfloat16})
-"""Types of which torch gathers small tensors in one loop; elements of others are gathered as bytes."""
+"""Types whose small tensors torch gathers in one loop; those of other types are gathered as bytes."""
 _WEIGHT = "model/"
 
 Table: TypeAlias = npt.NDArray[np.int64]
@@ -80,7 +80,7 @@ _COLUMNS = 7
 _STATE, _FROZEN, _REPEATED, _SIDE = range(4)
 """Weights and optimizer state; under ``replay/``, weights and state without rows; tensors of no operator."""
 _DTYPE_BITS, _SECTION_BITS = 26, 24
-"""Of ``ORDER``, from where on the type and the kind of key are; below it is the key's place."""
+"""First bits in ``ORDER`` of the type and of the kind of key; the lowest bits are the key's number."""
 _DTYPES = {name: at for at, name in enumerate(sorted(TORCH_DTYPES, key=lambda name: (-itemsize(name), name)))}
 _kinds: dict[tuple[torch.dtype, torch.device], int] = {}
 """(type, device) -> ``KIND``."""
@@ -88,7 +88,7 @@ _kinds: dict[tuple[torch.dtype, torch.device], int] = {}
 
 @dataclass(frozen=True, eq=False, slots=True)
 class SliceSource:
-    """One slice to copy: where it belongs on disk, and the live memory it comes from.
+    """One slice to copy: its entry, and its live memory.
 
     Attributes:
         source: A view of ``block``, the live tensor, whose version counter tells when either is written to.
@@ -100,17 +100,17 @@ class SliceSource:
 
 
 class Shelf:
-    """The slices that one rank has described, numbered as they were, with all that plans ask of many at once.
+    """The slices that one rank has described, by number, with columns of facts that plans need of many at once.
 
-    A number stays what it is, and slices are only added, on the training thread: other threads may read meanwhile.
+    Slices are only added, on the training thread, and keep their numbers, so that other threads may read.
 
     Attributes:
-        cuts: In their order.
+        cuts: By number.
         entries: Of all slices.
-        blocks: The live tensors that they are of, each once.
-        sources: Number -> what a tensor gives: the elements in one row, as their type or as bytes; of a slice that
-            must be copied element by element a view of any shape.
-        transient: How many slices only existing plans still use.
+        blocks: The live tensors of the slices, each once.
+        sources: Number of a slice -> its elements in one dimension, in their type or as bytes; for a slice that must be
+            copied element by element a view of any shape.
+        transient: How many slices serve existing plans only.
     """
 
     def __init__(self) -> None:
@@ -125,11 +125,13 @@ class Shelf:
         self._side: dict[SliceEntry, int] = {}
 
     def add(self, operator: str, pieces: Sequence[SliceSource], places: Mapping[str, int], at: int = -1) -> int:
-        """Describe what is written of an operator. Returns the number of the cut.
+        """Adds the slices of an operator as a cut. Returns the number of the cut.
 
         Args:
-            places: Of the keys of all tensors, in alphabetical order.
-            at: Place of the operator in the catalog.
+            operator: Id of the operator.
+            pieces: Its slices.
+            places: Key of each tensor -> its number in alphabetical order.
+            at: Number of the operator in the catalog.
         """
         first, rows = len(self.entries), []
         for number, piece in enumerate(pieces, first):
@@ -145,18 +147,19 @@ class Shelf:
         return len(self.cuts) - 1
 
     def bounds(self, cuts: Numbers) -> Numbers:
-        """Returns ``[n, 3]``: of each cut its first slice, how many it has, and its operator's place in the catalog."""
+        """Returns ``[n, 3]``: first slice of each cut, number of its slices, and its operator's number in the
+        catalog."""
         bounds: Numbers = self._bounds.rows.take(cuts, axis=0)
         return bounds
 
     def release(self) -> None:
-        """Drops all references to live tensors: nothing more is copied from them."""
+        """Drops all references to live tensors, once nothing more is copied from them."""
         self.blocks.clear()
         self._numbers.clear()
         self.sources.clear()
 
     def side_numbers(self, entries: Sequence[SliceEntry]) -> Numbers:
-        """Numbers of side tensors, whose rows here mean nothing; see ``table_of_side``."""
+        """Returns the numbers of side tensors, which are added if need be; their rows are in ``table_of_side``."""
         for entry in entries:
             if entry not in self._side:
                 self._side[entry] = len(self.entries)
@@ -179,10 +182,10 @@ class Shelf:
 
 @dataclass(frozen=True, eq=False)
 class Cut:
-    """The cut that one rank writes of one operator: ``count`` of the slices on a shelf, from number ``first`` on.
+    """The slices that one rank writes of one operator: ``count`` slices of a shelf, from number ``first`` on.
 
-    One object for as long as the shelf is used, which keeps what takes long. It does not keep the shelf, and with that
-    live tensors.
+    There is one object as long as the shelf is used, with cached properties. It has no reference to the shelf, which
+    would keep live tensors.
     """
 
     operator: str
@@ -200,18 +203,17 @@ class Cut:
 
     @cached_property
     def is_replay(self) -> bool:
-        """True if only replay needs the cut. Such slices are never in one cut with others."""
+        """True if only a replay needs the slices. A cut has only such slices, or none."""
         return self.shelved[self.first].key.startswith(REPLAY)
 
 
 @dataclass(frozen=True, eq=False)
 class Cuts:
-    """The cuts that one rank writes of some operators, by their numbers on a shelf: to join them takes no bytecode for
-    each.
+    """The cuts that one rank writes of some operators, by number, so that joining them takes no bytecode for each.
 
     Attributes:
         shelf: Of the cuts.
-        numbers: Of the cuts, there.
+        numbers: Of the cuts on the shelf.
     """
 
     shelf: Shelf
@@ -225,13 +227,13 @@ class Cuts:
 
     @property
     def slices(self) -> Numbers:
-        """Numbers of their slices on the shelf."""
+        """Numbers of the slices on the shelf."""
         firsts, counts, _ = self.shelf.bounds(self.numbers).T
         return ranges(firsts, counts)
 
     @property
     def places(self) -> Numbers:
-        """The places of the operators in the catalog."""
+        """Numbers of the operators in the catalog."""
         places: Numbers = self.shelf.bounds(self.numbers)[:, 2]
         return places
 
@@ -244,22 +246,22 @@ class Cuts:
         return Cuts(self.shelf, np.concatenate([self.numbers, others.numbers]))
 
     def same(self, others: Cuts) -> bool:
-        """Returns whether others are the very same cuts."""
+        """Returns whether ``others`` are the same cuts of the same shelf."""
         return self.shelf is others.shelf and np.array_equal(self.numbers, others.numbers)
 
 
 def no_cuts() -> Cuts:
-    """Returns none, of a shelf for side tensors alone."""
+    """Returns no cuts, with a shelf for side tensors alone."""
     return Cuts(Shelf(), np.zeros(0, dtype=np.int64))
 
 
 @dataclass(frozen=True, eq=False)
 class Slices:
-    """The slices of a part in their order, listed on first use. They hold no live memory.
+    """The slices of a part in their order, without references to live memory.
 
     Attributes:
         entries: Of a shelf.
-        numbers: There.
+        numbers: Of the slices among ``entries``.
     """
 
     entries: list[SliceEntry]
@@ -273,7 +275,7 @@ class Slices:
 
 
 def table_of_side(entries: Sequence[SliceEntry]) -> Table:
-    """Returns the table of tensors that come with each snapshot, and have no memory yet."""
+    """Returns the table of side tensors, which have no live memory."""
     places = {key: at for at, key in enumerate(sorted({entry.key for entry in entries}))}
     rows = [(*_placed(entry, places), entry.nbytes, 0, 0, 0, -1) for entry in entries]
     return np.array(rows, dtype=np.int64).reshape(-1, _COLUMNS)
@@ -294,8 +296,8 @@ def _placed(entry: SliceEntry, places: Mapping[str, int]) -> tuple[int, int]:
 
 
 def stretches(table: Table) -> list[tuple[str, int, int]]:
-    """Returns (type, first slice, the one behind the last) of what is no side tensor, type by type, in the order of
-    ``lay_out``."""
+    """Returns (type, first slice, the one after the last) for each type, in the order of ``lay_out``, without side
+    tensors."""
     types, sides = table[:, ORDER] >> _DTYPE_BITS, (table[:, ORDER] >> _SECTION_BITS & 3) == _SIDE
     ranges_of, names = [], list(_DTYPES)
     for number in np.unique(types).tolist():
@@ -305,13 +307,13 @@ def stretches(table: Table) -> list[tuple[str, int, int]]:
 
 
 def frozen_nbytes(table: Table) -> int:
-    """Bytes of weights that a window anchors later."""
+    """Returns the bytes of weights that a window anchors later."""
     order = table[:, ORDER] & ((1 << _DTYPE_BITS) - 1)
     return int(table[order >> _SECTION_BITS == _FROZEN, NBYTES].sum())
 
 
 def sorted_rows(table: Table) -> npt.NDArray[np.int64]:
-    """Numbers of the rows in the order of ``lay_out``: by one number for both columns, wherever that fits."""
+    """Returns the numbers of the rows in the order of ``lay_out``. Both columns become one number if that fits."""
     order, position = table[:, ORDER], table[:, POSITION]
     bits = int(position.max(initial=0)).bit_length()
     if int(order.max(initial=0)).bit_length() + bits < 64:
@@ -320,7 +322,7 @@ def sorted_rows(table: Table) -> npt.NDArray[np.int64]:
 
 
 def are_distinct(table: Table) -> bool:
-    """True if no two slices are the same one; False if some may be."""
+    """Returns True if all slices are different; False if two may be the same."""
     order = (table[:, ORDER] & ((1 << _DTYPE_BITS) - 1)).astype(np.uint64)
     mixed = np.sort(order * np.uint64(0x9E3779B97F4A7C15) + table[:, POSITION].astype(np.uint64))
     return not (mixed[1:] == mixed[:-1]).any()

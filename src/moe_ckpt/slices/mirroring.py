@@ -1,10 +1,10 @@
-"""What a rank copies of other ranks' shares, because its own training state holds the same bytes.
+"""Parts of other ranks' shares that a rank copies from its own training state, which has the same bytes.
 
-A rank that holds copies of a data-parallel peer's snapshots copies the peer's share, as far as it has the same state,
-out of its own tensors beside its own share. Those bytes need not be sent then: ``peers.store`` puts them into
-the copy, compares each slice with the checksum that the peer's had, and asks for what differs or is not there. So a
-copy is whole, whichever way its bytes came, and a recovery reads it like any other (MoEtion, arXiv 2412.15411 v1,
-Algorithm 2 and section 5.1).
+A rank that keeps copies of a data-parallel peer's snapshots copies the peer's share from its own tensors, as far as it
+has the same state, beside its own share. These bytes need not be sent: ``peers.store`` puts them into the copy,
+compares each slice with the peer's checksum, and requests slices that differ or are missing. So a copy is whole,
+whichever way its bytes came, and a recovery reads it like any other (MoEtion, arXiv 2412.15411 v1, Algorithm 2 and
+section 5.1).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from moe_ckpt.slices.compiling import CompiledPart
 
 MIRROR = "mirror/"
-"""How the kinds of parts begin that hold what of another rank's share is here, too; its number follows."""
+"""Prefix of the kinds of parts that duplicate another rank's share; the number of that rank follows."""
 
 
 class MirroredShares:
@@ -38,8 +38,8 @@ class MirroredShares:
 
     Args:
         catalog: Of the model.
-        placement: This rank's.
-        sources: Ranks whose copies lie here.
+        placement: Of this rank.
+        sources: Ranks of whose snapshots this rank keeps copies.
     """
 
     def __init__(self, catalog: Catalog, placement: Placement, sources: Sequence[int]) -> None:
@@ -53,14 +53,13 @@ class MirroredShares:
 
     @property
     def sends(self) -> Sends:
-        """The state that this rank lacks of its sources' shares: all non-experts, all their experts, and the weights
-        alone of both.
+        """State that sources must send, since this rank lacks it: non-experts, experts, and the weights alone of both.
 
-        Of the tensors of the newest ``cuts``; true of all before.
+        For the tensors of the newest ``cuts``; everything before the first.
         """
         if self._sends is None and self._tensors:
-            # Of what is no expert, and of experts. A distributed optimizer's ranks have the weights of what it divides,
-            # each knowing whose they are; FSDP2's ranks have their own part alone.
+            # [of non-experts, of experts]. With a distributed optimizer, ranks have all weights, and know which rank
+            # updates each; with FSDP2, a rank has its own part alone.
             replicated, updated, weights, gathered = [True, True], [True, True], [True, True], [False, False]
             for tensor in self._tensors:
                 experts = any(op.kind is OperatorKind.EXPERT for op, _ in holders(self._catalog, tensor))
@@ -82,12 +81,12 @@ class MirroredShares:
     def cuts(
         self, operators: Collection[str], tensors: Sequence[StateTensor], assignment: WriteAssignment
     ) -> dict[str, Cuts]:
-        """Returns kind of part -> what it holds, for each source.
+        """Returns kind of part -> cuts, for each source.
 
         Args:
-            operators: That are saved in full, and sent.
+            operators: Saved in full, and sent.
             tensors: This rank's.
-            assignment: Who writes what of what all peers have.
+            assignment: Of replicated state to its writers.
         """
         if tensors is not self._tensors:
             if len(tensors) != len(self._tensors) or not all(map(is_, tensors, self._tensors)):
@@ -103,7 +102,7 @@ class MirroredShares:
     def cuts_of_gradients(
         self, operators: Collection[str], gradients: Sequence[StateTensor], assignment: WriteAssignment
     ) -> dict[str, Cuts]:
-        """Returns the same of consumed gradients, which are other tensors at each step: nothing is kept of them."""
+        """Returns the same for consumed gradients, which are other tensors at each step, so that no cut is reused."""
         local = {s: LocalState(self._catalog, gradients, s, alike=s in self._alike) for s in self._sources}
         return {f"{MIRROR}{source}": local[source].cuts(operators, assignment, source) for source in self._sources}
 
@@ -114,8 +113,8 @@ class Mirror:
 
     Attributes:
         part: Of the plan of this rank's own snapshot of the step.
-        memory: ``[nbytes]`` uint8 on the host: the part's bytes. They are used only where checksums say what they are.
-        following: Another part of the same.
+        memory: ``[nbytes]`` uint8 on the host, the part's bytes. A slice is used only if its checksum is the peer's.
+        following: Another part of the same snapshot.
     """
 
     part: CompiledPart

@@ -1,4 +1,4 @@
-"""A snapshot in flight: what it holds, where its bytes are, and the small state that is copied at once."""
+"""A snapshot in flight: its contents, the memory with its bytes, and the plain state, which is copied at once."""
 
 from __future__ import annotations
 
@@ -22,21 +22,21 @@ from moe_ckpt.slices.copying import Copy, copy_here
 from moe_ckpt.slices.mirroring import Mirror
 
 Plain = tuple[Any, list[tuple[SliceEntry, torch.Tensor]]]
-"""A rank's plain state, encoded, and the tensors of it."""
+"""A rank's plain state, encoded, and its tensors."""
 Encode = Callable[..., Plain]
 """Returns the plain state as of its first call, with further entries that are given by name."""
 
 
 @dataclass(frozen=True, eq=False)
 class SealedPart:
-    """A part of a snapshot whose bytes have been read for the first time, and may not change any more.
+    """A part of a snapshot that was read for its checksums, and must not change any more.
 
     Attributes:
-        begin: Its first byte in the snapshot's buffer.
+        begin: First byte in the snapshot's buffer.
         part: Of the plan.
-        checksums: Of its slices.
-        header: Head and seal of its shard (``format.shard``).
-        not_finite: Key of the first slice with NaN or infinity; empty without any.
+        checksums: Of the slices.
+        header: Head and seal of the shard (``format.shard``).
+        not_finite: Key of the first slice with NaN or infinity; empty if there is none.
     """
 
     begin: int
@@ -51,20 +51,20 @@ class Snapshot:
     """One snapshot on this rank, from the copy to the outcome.
 
     Attributes:
-        identity: Names it.
-        contents: What it holds.
+        identity: Of the snapshot.
+        contents: Of the snapshot.
         facts: Of its step.
-        applied: The token book as of its step; to come, as long as the ranks are agreeing on that.
-        plan: What this rank copies and writes for it.
+        applied: ``[L, E]`` tokens processed by its step, which come when the ranks have agreed on the step.
+        plan: The slices that this rank copies and writes.
         buffers: Host memory, one for each of ``plan.buffers``.
         copy: The copy under way.
-        state: JSON-ready trainer state (side tensors are among the slices).
-        began_at: ``time.perf_counter`` of its beginning.
+        state: Plain state, encoded; its tensors are among the slices.
+        began_at: ``time.perf_counter`` of the beginning.
         waited: Training waited for an earlier snapshot before this one could begin.
-        refused: Why this rank could not even copy it, so that it fails on every rank; None if it could.
-        sealed: Its parts, and behind them ``plan.pieces``, with checksums, once these were taken.
-        state_file: The bytes of the state file, from then on.
-        freshness: What its checksums show beside those before (``ledger.freshness``).
+        refused: Why this rank could not copy it, so that it fails on every rank; None if it could.
+        sealed: The parts of this rank's share, then those of ``plan.pieces``, once they have checksums; None before.
+        state_file: Bytes of the state file; empty before.
+        freshness: Result of comparing checksums with earlier ones (``ledger.freshness``).
     """
 
     identity: Step
@@ -102,7 +102,7 @@ class Snapshot:
 
     @property
     def nbytes(self) -> int:
-        """Tensor bytes that this rank writes, or of gradients logs."""
+        """Tensor bytes that this rank writes, with gradients that it logs."""
         parts = (part for _, part in (*self.plan.parts, *self.plan.pieces))
         return sum(part.nbytes for part in parts if part.is_written or part.kind == GRADIENTS)
 
@@ -112,16 +112,16 @@ class Snapshot:
         return tuple(part for _, part in self.plan.parts if part.is_written)
 
     def not_finite(self, *, written: bool = False) -> str:
-        """Key of the first slice with NaN or infinity; empty if there is none.
+        """Returns the key of the first slice with NaN or infinity; empty if there is none.
 
         Args:
-            written: Of what goes to storage only.
+            written: Look only at slices that go to storage.
         """
         every = (sealed for sealed in self.sealed or () if sealed.part.is_written or not written)
         return next((sealed.not_finite for sealed in every if sealed.not_finite), "")
 
     def mirrors(self) -> dict[int, Mirror]:
-        """Rank -> the part of that rank's share of the same snapshot that this rank's state also holds."""
+        """Returns rank -> the part of its share of the same snapshot that this rank's state also holds."""
         mirrors: dict[int, Mirror] = {}
         for part, memory in placed(self.plan, self.buffers):
             if part.source is not None:
@@ -129,7 +129,7 @@ class Snapshot:
         return mirrors
 
     def bytes_of(self, part: CompiledPart) -> torch.Tensor:
-        """One part's bytes inside its buffer, as a uint8 tensor view."""
+        """Returns the bytes of one part, as a uint8 view of its buffer."""
         return next(memory for candidate, memory in placed(self.plan, self.buffers) if candidate is part)
 
 
@@ -141,20 +141,19 @@ def placed(plan: CompiledPlan, buffers: Sequence[Buffer]) -> Iterator[tuple[Comp
 
 
 def plain_of(capture: Callable[[], Mapping[str, Any]], rank: int) -> Encode:
-    """Returns what encodes the plain state of this moment, once."""
+    """Returns a function that encodes the plain state of its first call, once."""
     captured = functools.cache(capture)
     encoded = functools.cache(lambda: side_tensors(captured(), rank))
     return lambda **more: side_tensors({**captured(), **more}, rank) if more else encoded()
 
 
 def side_tensors(state: Any, rank: int) -> Plain:
-    """Encode the plain state; its tensors become slices of their own, to be copied before training continues.
-
-    They may change during the next forward pass (buffers, RNG), so a background copy would be torn.
+    """Encodes the plain state. Its tensors become slices of their own, which are copied before training continues,
+    since buffers and random numbers may change during the next forward pass.
 
     Args:
         state: Plain state.
-        rank: This one.
+        rank: Of this process.
 
     Raises:
         UnencodableStateError: names the path of a value that only pickle could hold.
@@ -172,7 +171,11 @@ def side_tensors(state: Any, rank: int) -> Plain:
 def copy_at_once(
     parts: Sequence[tuple[CompiledPart, torch.Tensor]], side: list[tuple[SliceEntry, torch.Tensor]]
 ) -> bool:
-    """Copy into a plan's buffers, on the training thread, what may change before the next optimizer step.
+    """Copies slices that may change before the next optimizer step into a plan's buffers, on the training thread.
+
+    Args:
+        parts: Of the plan, with their bytes.
+        side: Tensors of the plain state.
 
     Returns:
         As ``copy_here``.

@@ -1,6 +1,6 @@
-"""One rank's share of a checkpoint: checksum the slices, write the shards and the state, acknowledge.
+"""One rank's share of a checkpoint: checksums of slices, shards and state file on storage, acknowledgement.
 
-Checksums also tell whether anything changed since the snapshot before (``ledger.freshness``).
+Checksums also tell whether the state has changed since the snapshot before (``ledger.freshness``).
 """
 
 from __future__ import annotations
@@ -33,18 +33,18 @@ _COVER_NBYTES = 16
 
 @dataclass(frozen=True)
 class Acknowledgement:
-    """The files that one rank made durable, or several: each field is that of one rank after the other, in their order.
+    """The files that one or several ranks made durable. Each field has the bytes of all ranks, in their order.
 
-    So acknowledgements are put together by joining bytes, and rank 0 does nothing for each single rank. It commits only
-    on the content of these, never on a mere barrier. Their size does not grow with the model.
+    So acknowledgements are put together by joining bytes, and rank 0 needs no Python for each single rank. It commits
+    only because of their content, never because of a barrier. Their size does not grow with the model.
 
     Attributes:
-        errors: Why ranks wrote nothing that counts: ``[rank, reason]`` as JSON, and a comma each.
+        errors: Reasons of ranks whose files do not count: ``[rank, reason]`` as JSON, and a comma each.
         covers: ``CompiledPlan.cover_difference`` of each rank's plan.
-        experts, others, states: Names of their files, one line each: by ``format.manifest.GROUPS``.
-        file_rows, state_rows: As they will be in the part document (``format.manifest``).
-        freshness: What their checksums show, a byte of each rank (``ledger.freshness``).
-        not_finite: Where ranks found NaN or infinity first: ``[rank, key]`` as JSON, and a comma each.
+        experts, others, states: Names of files, one line each, by ``format.manifest.GROUPS``.
+        file_rows, state_rows: Rows of the part document (``format.manifest``).
+        freshness: One byte of each rank (``ledger.freshness``).
+        not_finite: The first NaN or infinity of each rank that has any: ``[rank, key]`` as JSON, and a comma each.
     """
 
     errors: bytes = b""
@@ -63,29 +63,29 @@ class Acknowledgement:
 
     @property
     def columns(self) -> list[bytes]:
-        """The fields as columns for ``Communicator.combine``."""
+        """Returns the fields as columns for ``Communicator.combine``."""
         return [*vars(self).values()]
 
     @property
     def causes(self) -> tuple[str, ...]:
-        """The causes, if any, for which a checkpoint must not be committed."""
+        """Returns the reasons why the checkpoint must not be committed; none if it may."""
         return tuple(f"rank {rank}: {reason}" for rank, reason in json.loads(b"[%b]" % self.errors[:-1]))
 
     @property
     def first_not_finite(self) -> str:
-        """The first tensor with NaN or infinity, for people; empty if all values are finite."""
+        """Returns the first tensor with NaN or infinity, for people; empty if all values are finite."""
         rows = json.loads(b"[%b]" % self.not_finite[:-1])
         return f"{rows[0][1]} on rank {rows[0][0]}" if rows else ""
 
     @property
     def cover(self) -> int:
-        """0 if the ranks' shares tile the plan."""
+        """Returns 0 if the ranks' shares tile the plan."""
         words = np.frombuffer(self.covers, dtype="<u4").reshape(-1, 4).sum(axis=0, dtype=np.uint64).tolist()
         return int(sum(word << 32 * at for at, word in enumerate(words)) % PRIME)
 
     @property
     def lines(self) -> dict[str, bytes]:
-        """Group -> names of the ranks' files, for ``names_in``."""
+        """Returns group -> names of the ranks' files, for ``names_in``."""
         columns = zip(GROUPS, (self.experts, self.others, self.states), strict=True)
         return {group: lines for group, lines in columns if lines}
 
@@ -93,12 +93,14 @@ class Acknowledgement:
 def acknowledge(
     files: Sequence[FileRecord], state: StateRecord, cover: int, freshness: int = UNKNOWN, not_finite: str = ""
 ) -> Acknowledgement:
-    """Returns the acknowledgement of a rank that wrote these files.
+    """Returns the acknowledgement of a rank.
 
     Args:
+        files: Shards that it wrote.
+        state: State file that it wrote.
         cover: ``CompiledPlan.cover_difference`` of its plan.
         freshness: Of its share.
-        not_finite: As of ``SealedPart``, of what it wrote.
+        not_finite: See ``SealedPart``; of the shards.
     """
     lines = {record.kind: record.path.rpartition("/")[2].encode() + b"\n" for record in files}
     return Acknowledgement(
@@ -115,12 +117,12 @@ def acknowledge(
 
 @lru_cache(maxsize=8)  # ranks mostly write files of the same names at each step
 def names_in(lines: bytes) -> frozenset[str]:
-    """The names of files in ``Acknowledgement.lines``."""
+    """Returns the names of files in ``Acknowledgement.lines``."""
     return frozenset(lines.decode().split())
 
 
 def seal_snapshot(snapshot: Snapshot, rank: int, world_size: int, checker: Checker) -> None:
-    """Takes the checksums of all slices, and looks whether their values are finite, beside the copy and after it.
+    """Computes the checksums of all slices, and checks that their values are finite, during the copy and after it.
 
     Raises:
         StoreError: Tensors changed while they were being copied.
@@ -141,10 +143,11 @@ def seal_snapshot(snapshot: Snapshot, rank: int, world_size: int, checker: Check
 
 
 def state_file(state: Any, step: int, generation: int, run_id: str, rank: int, world_size: int) -> bytes:
-    """The file of a rank's plain state.
+    """Returns the bytes of the file of a rank's plain state.
 
     Args:
-        state: Encoded.
+        state: Plain state, encoded.
+        step, generation, run_id, rank, world_size: Of the snapshot and the rank.
     """
     return seal(
         {
@@ -161,7 +164,7 @@ def state_file(state: Any, step: int, generation: int, run_id: str, rank: int, w
 
 
 def write_share(storage: Storage, snapshot: Snapshot, rank: int) -> tuple[tuple[FileRecord, ...], StateRecord]:
-    """Write this rank's shards and state durably. Raises ``OSError`` when storage fails."""
+    """Writes this rank's shards and state durably. Returns their records. Raises ``OSError`` if storage fails."""
     files = []
     for sealed in snapshot.sealed or ():
         if sealed.part.is_written:
@@ -174,7 +177,8 @@ def write_share(storage: Storage, snapshot: Snapshot, rank: int) -> tuple[tuple[
 
 
 def write_named(storage: Storage, path: str, chunks: Sequence[Chunk]) -> int:
-    """``Storage.write`` whose error names the file: that of a full disk or of a failed fsync does not.
+    """Writes a file as ``Storage.write`` does, and returns its size. An error names the file, which errors of a full
+    disk or of fsync do not.
 
     Raises:
         StoreUnwritableError: a subclass of ``OSError``.
@@ -187,7 +191,7 @@ def write_named(storage: Storage, path: str, chunks: Sequence[Chunk]) -> int:
 
 
 def _room(storage: Storage, chunks: Sequence[Chunk]) -> str:
-    """What a full disk lacks, where that can be asked: how large the file is, and what is free without it."""
+    """Returns the size of a file, and the free bytes of the full disk if they are known, for people."""
     needed = sum(memoryview(chunk).nbytes for chunk in chunks)
     try:
         free = shutil.disk_usage(storage.root).free
@@ -197,7 +201,7 @@ def _room(storage: Storage, chunks: Sequence[Chunk]) -> str:
 
 
 def encode_boxes(boxes: Sequence[tuple[str, Box]]) -> bytes:
-    """Encodes boxes for ``decode_boxes`` on another rank, those of several ranks one after the other."""
+    """Encodes boxes for ``decode_boxes`` on another rank. Results of several ranks may be joined."""
     return b"".join(json.dumps([key, box.offsets, box.shape]).encode() + b"," for key, box in boxes)
 
 
@@ -207,7 +211,7 @@ def decode_boxes(raw: bytes) -> list[tuple[str, Box]]:
 
 
 class FreshnessWatch:
-    """Watches slices for the sealing thread. It knows them by number on a shelf."""
+    """Compares the checksums of slices with those of earlier snapshots. For the thread that seals."""
 
     def __init__(self) -> None:
         self._checksums = LastChecksums()
@@ -215,16 +219,16 @@ class FreshnessWatch:
         self._fresh_after = -1
 
     def seen(self, snapshot: Snapshot) -> int:
-        """Returns what the checksums of a sealed snapshot show: ``UNKNOWN``, ``STALE`` or ``FRESH``.
+        """Returns the freshness of a sealed snapshot: ``UNKNOWN``, ``STALE`` or ``FRESH``.
 
-        In a logged step, all operators saved in full may belong to an optimizer that made no update. Gradients that
-        another optimizer consumed show that training continues; their checksums say nothing about the state.
+        In a step of a gradient log, all operators saved in full may belong to an optimizer that made no update.
+        Gradients that another optimizer consumed show that training continues; their checksums do not count.
 
-        A sparse window is judged as a whole, at its last slot: perhaps no operator of one slot was updated, such as
-        experts that got no tokens.
+        A sparse window is judged as a whole, at its last slot, since perhaps no operator of one slot was updated, such
+        as experts without tokens.
 
-        Two snapshots after the same update agree: if one is fresh, so is the other. A complete one at the end, beside
-        a partial one, may have nothing to compare but frozen experts.
+        Of two snapshots after the same update, both are fresh if one is: a complete one at the end, after a partial
+        one, may have only frozen experts to compare.
         """
         updates, window, parts = snapshot.facts.updates, snapshot.contents.window, snapshot.sealed or ()
         verdict = of_all(

@@ -21,7 +21,7 @@ from moe_ckpt.policies import Dense, MoC, Policy
 from moe_ckpt.reading import slices
 from moe_ckpt.storage import LocalStorage
 from tests.support.spoiled import bytes_of
-from tests.unit.engine_parts import Life
+from tests.unit.engine_parts import Life, steps_of_experts
 from tests.unit.test_engine_host_tier import assert_state, come_back
 from tests.unit.test_engine_memory import no_memory_of_other_tests  # noqa: F401 - a fixture
 
@@ -74,10 +74,11 @@ def place(request, tmp_path_factory) -> Place:
 
 
 def come_back_right(life: Life) -> int:
-    """The step that comes back, every bit of which is that of a step of the run."""
-    restored, _ = come_back(life)
-    step = restored.manifest.step
-    assert_state(life, {operator: record.step for operator, record in restored.manifest.operators.items()})
+    """The step that comes back, every bit of which is that of a step of the run; lost tokens are counted."""
+    restored, fault = come_back(life)
+    step, versions = restored.manifest.step, {op: record.step for op, record in restored.manifest.operators.items()}
+    assert_state(life, versions)
+    assert fault.lost_tokens == (life.counts * (step - steps_of_experts(versions))).sum()
     plain: dict[str, Any] = dict(restored.plain)
     assert plain["step"] == step
     assert torch.equal(plain["buffer"], torch.full((3,), float(step)))
@@ -115,6 +116,19 @@ def test_no_flipped_byte_comes_back(place, medium, has_memory, older):
             raise
     assert all(name in text for name, text in refusals)
     assert set(steps) >= older | {STEPS if has_memory else 6}, "nothing was damaged, or everything"
+
+
+def test_memory_that_has_every_expert_needs_nothing_of_storage(place):
+    """Each checkpoint of MoC on storage needs the part of step 1."""
+    part = Path("store/step_00000001/PART.json")
+    place.restore()
+    place.flip(part, len(place.files[part]) // 2, 1)
+    with place.life() as life:
+        assert come_back_right(life) == STEPS
+        life.go(3, settle=True)
+        life.finish()
+    with place.life() as life:
+        assert come_back_right(life) == STEPS + 3, "the next checkpoint builds on nothing that is damaged"
 
 
 def test_a_byte_that_nobody_compares_is_noticed_here(place, monkeypatch):

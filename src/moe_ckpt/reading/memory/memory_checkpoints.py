@@ -325,7 +325,7 @@ class MemoryCheckpoints:
         else:  # a complete seal has everything, under the names that storage's files of the step have
             alone = stored is not None or checkpoint.is_window or checkpoint.is_log
             alone = alone and not described[count - 1].contents.gradients
-            view = self._laid(None if alone else beneath, layers)
+            view = self._laid(None, ()) if alone else self._laid(beneath, layers)
             manifest = self._manifest(checkpoint, described[:count], parts, view, beneath)
         files = view.slots_of(manifest)
         if checkpoint.is_log:
@@ -406,11 +406,12 @@ class MemoryCheckpoints:
         return parts
 
     def _laid(self, beneath: Manifest | None, layers: Sequence[Layer]) -> LaidSnapshots:
-        """What storage has, and on top of it the experts of earlier snapshots, the oldest first, that are whole."""
+        """What storage has, if anything, and on top of it the experts of earlier snapshots, the oldest first, that are
+        whole."""
         view = LaidSnapshots([], {}) if beneath is None else LaidSnapshots(list(beneath.files), dict(beneath.operators))
-        for part, checkpoint, facts in layers if beneath is not None else ():
-            newer = {op for op, record in view.operators.items() if record.step < part.step}
-            host_only, sent = part.host_only & newer, (part.operators(_EXPERTS) - part.host_only) & newer
+        for part, checkpoint, facts in layers:
+            known = {op for op, record in view.operators.items() if record.step >= part.step}
+            host_only, sent = part.host_only - known, part.operators(_EXPERTS) - part.host_only - known
             if not checkpoint.is_whole:
                 host_only = self.covered(part, host_only, beneath)
             if not checkpoint.is_complete:

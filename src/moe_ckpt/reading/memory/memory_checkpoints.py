@@ -410,8 +410,8 @@ class MemoryCheckpoints:
         whole."""
         view = LaidSnapshots([], {}) if beneath is None else LaidSnapshots(list(beneath.files), dict(beneath.operators))
         for part, checkpoint, facts in layers:
-            known = {op for op, record in view.operators.items() if record.step >= part.step}
-            host_only, sent = part.host_only - known, part.operators(_EXPERTS) - part.host_only - known
+            newer = {op for op, record in view.operators.items() if record.step >= part.step}
+            host_only, sent = part.host_only - newer, part.operators(_EXPERTS) - part.host_only - known
             if not checkpoint.is_whole:
                 host_only = self.covered(part, host_only, beneath)
             if not checkpoint.is_complete:

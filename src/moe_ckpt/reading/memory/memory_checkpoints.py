@@ -411,7 +411,7 @@ class MemoryCheckpoints:
         view = LaidSnapshots([], {}) if beneath is None else LaidSnapshots(list(beneath.files), dict(beneath.operators))
         for part, checkpoint, facts in layers:
             newer = {op for op, record in view.operators.items() if record.step >= part.step}
-            host_only, sent = part.host_only - newer, part.operators(_EXPERTS) - part.host_only - known
+            host_only, sent = part.host_only - newer, part.operators(_EXPERTS) - part.host_only - newer
             if not checkpoint.is_whole:
                 host_only = self.covered(part, host_only, beneath)
             if not checkpoint.is_complete:

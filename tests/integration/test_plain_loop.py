@@ -182,6 +182,20 @@ def test_a_loop_that_never_counts_its_steps_is_told_so_once(attached, caplog):
     assert caplog.text.count("stepped 16 times since step 0, and after_step(1) was not called: nothing is saved") == 1
 
 
+def test_another_size_of_batches_is_told(tmp_path: Path, caplog):
+    for size in (2, 2, 4):
+        caplog.clear()
+        model, optimizer = made()
+        loader = StatefulDataLoader(range(24), batch_size=size)
+        with moe_ckpt.attach(model, optimizer, policy=Dense(), dirpath=tmp_path, stateful={"data": loader}) as ckpt:
+            progress = ckpt.resume()
+            next(iter(loader))
+            step(model, optimizer)
+            ckpt.after_step(progress.step + 1)
+        changed = "data loader data.batch_size 2 -> 4 (training continues with this script's)"
+        assert (changed in caplog.text) == (size == 4)
+
+
 @pytest.mark.parametrize("has_position", ["not", "loader", "counters"])
 def test_a_loop_without_a_position_in_the_data_is_told_so_once(tmp_path: Path, has_position: str, caplog):
     caplog.set_level("INFO")

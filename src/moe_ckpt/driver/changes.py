@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
 
 from moe_ckpt.format.tree import encode_tree
 from moe_ckpt.modeling.optimizer_state import IMPLEMENTATION_FLAGS
@@ -141,13 +143,27 @@ def schedules_of(target: Any) -> list[str]:
     return list(dict.fromkeys(name for scheduler in schedulers for name in schedules_of(scheduler)))
 
 
+def batches_of(target: Any) -> dict[str, int | None]:
+    """Returns what a data loader's position counts by: samples in a batch, and in all if it knows.
+
+    Args:
+        target: A loader, what wraps one, or any other object: it has none.
+    """
+    loader = getattr(target, "loader", target)
+    if not isinstance(loader, DataLoader):
+        return {}
+    sized = {"samples": len(loader.dataset)} if isinstance(loader.dataset, Sized) else {}
+    return {"batch_size": loader.batch_size, **sized}
+
+
 def same(one: Any, other: Any) -> bool:
-    """Returns whether values are equal as a checkpoint has them: enums as text, numpy's numbers as numbers."""
+    """Returns whether values are equal, of whatever type: an enum's member is like its text, a number of numpy's like
+    one of Python's."""
     return _comparable(one) == _comparable(other)
 
 
 def _comparable(value: Any) -> str:
-    tree, tensors = encode_tree(value)
+    tree, tensors = encode_tree(value.item() if isinstance(value, np.generic) else value)
     return json.dumps([tree, {name: tensor.tolist() for name, tensor in tensors.items()}], sort_keys=True)
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from moe_ckpt.driver.attached import LoopHost
-from moe_ckpt.driver.changes import Change, differing, optimizer_changes, schedules_of
+from moe_ckpt.driver.changes import Change, batches_of, differing, optimizer_changes, schedules_of
 from moe_ckpt.driver.host import Stateful, loading_state
 from moe_ckpt.driver.loop import LoopPosition
 from moe_ckpt.driver.torch_model import TorchHost
@@ -60,7 +60,8 @@ class PlainHost(LoopHost, TorchHost):
         self.restored = False
         self.buckets: str | None = None
         schedules = {name: schedules_of(target) for name, target in stateful.items()}
-        self._configured = {**self._configured, "schedules": schedules}
+        batches = {name: batches_of(target) for name, target in stateful.items()}
+        self._configured = {**self._configured, "schedules": schedules, "batches": batches}
         self._is_sharded = any(map(is_dtensor, module.parameters()))
 
     def load(self, restored: Restored) -> tuple[Sequence[Change], str | None]:
@@ -74,6 +75,7 @@ class PlainHost(LoopHost, TorchHost):
         before, now = plain["configured"], self._configured
         changes = list(optimizer_changes(before["optimizers"], now["optimizers"]))
         changes += differing("schedule ", before["schedules"], now["schedules"], from_checkpoint=False)
+        changes += differing("data loader ", before["batches"], now["batches"], from_checkpoint=False)
         self._configured = {**now, "optimizers": before["optimizers"]}
         self.loop.set_position(int(plain["step"]), plain["counters"])
         self.restored, self.buckets = True, plain["buckets"]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import io
 import re
 import secrets
 from functools import partial
@@ -16,10 +18,12 @@ from lightning.fabric.wrappers import _FabricDataLoader
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import distribute_module
+from torch.optim.swa_utils import AveragedModel
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import moe_ckpt
+from moe_ckpt import policies
 from moe_ckpt.callbacks import MoECheckpoint
 from moe_ckpt.data import RecoverableDistributedSampler
 from moe_ckpt.errors import ConfigError, MoECheckpointError, UnsupportedError
@@ -180,6 +184,31 @@ def test_a_loop_that_never_counts_its_steps_is_told_so_once(attached, caplog):
     for _ in range(20):
         step(model, optimizer)
     assert caplog.text.count("stepped 16 times since step 0, and after_step(1) was not called: nothing is saved") == 1
+
+
+@pytest.mark.parametrize("policy", [("Dense", {}), WINDOWS, LOG], ids=["dense", "windows", "log"])
+def test_a_copy_of_the_model_is_a_model_by_itself(tmp_path: Path, policy):
+    """A teacher's weights, for instance: its tokens are not the model's, nor are its gradients."""
+    model, optimizer = made()
+    options = {"dirpath": tmp_path / "store", "memory": moe_ckpt.Memory(directory=tmp_path)}
+    with moe_ckpt.attach(model, optimizer, policy=getattr(policies, policy[0])(**policy[1]), **options) as ckpt:
+        ckpt.resume()
+        stored = io.BytesIO()
+        torch.save(model, stored)
+        stored.seek(0)
+        copies = [AveragedModel(model), copy.deepcopy(model), torch.load(stored, weights_only=False)]
+        for number in range(1, 4):
+            model(torch.randn(4, plain_run.WIDTH)).sum().backward()
+            for other in copies:
+                other(torch.randn(4, plain_run.WIDTH)).sum().backward()
+                other.zero_grad()
+                assert all(parameter.grad is None for parameter in other.parameters())
+            assert any(parameter.grad is not None for parameter in model.parameters())
+            optimizer.step()
+            record = ckpt.after_step(number)
+            model.zero_grad()
+            assert all(parameter.grad is None for parameter in model.parameters())
+        assert record.routed_tokens == 3 * 4 * 2 * 2, "steps, rows, layers, experts of each"
 
 
 def test_another_size_of_batches_is_told(tmp_path: Path, caplog):

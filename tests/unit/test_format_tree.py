@@ -211,6 +211,7 @@ class Custom:
         (PurePosixPath("x"), "PurePosixPath"),
         (1j, "complex"),
         (torch.float32, "torch.dtype"),
+        (torch.eye(2).to_sparse(), "tensor of layout torch.sparse_coo"),
         (np.array([Custom()]), "numpy array of object"),
         (np.array(["a"]), "numpy array of <U1"),
         (np.array(["2026-01-01"], dtype="M8[D]"), "numpy array of datetime64"),

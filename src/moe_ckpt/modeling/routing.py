@@ -187,6 +187,33 @@ def step_tokens(routed: Counts, soft: Counts | None, assigned: Counts | None, fr
     return StepTokens(np.where(frozen, 0, routed), soft, routed if assigned is None else assigned)
 
 
+class _CountingHook:
+    """A hook that is called in training's forward passes, and timed by the stopwatch unless compiled.
+
+    It counts the model's own tokens. A copy of a module, such as the average of weights that a teacher computes with,
+    and a module that was pickled have a hook that does nothing.
+    """
+
+    def __init__(self, hook: Callable[..., None], passes: TrainingPasses, stopwatch: Stopwatch) -> None:
+        self._hook, self._passes, self._stopwatch = hook, passes, stopwatch
+
+    def __call__(self, module: nn.Module, *args: Any) -> None:
+        with nullcontext() if torch.compiler.is_compiling() else self._stopwatch:
+            if self._passes.include(module):
+                self._hook(module, *args)
+
+    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
+        return _idle_hook, ()
+
+
+def _idle_hook() -> Callable[..., None]:
+    return _count_nothing
+
+
+def _count_nothing(*_: Any) -> None:
+    """Is the hook of a copy."""
+
+
 class RoutingCounter:
     """Hooks on the MoE layers of one model; see the module's docstring for what is counted.
 
@@ -269,25 +296,15 @@ class RoutingCounter:
         source = layer.source
         if source.kind == "rows":
             for expert, module in enumerate(source.modules):
-                hook = self._counted(self._row_hook(at, expert))
+                hook = _CountingHook(self._row_hook(at, expert), self._passes, self._stopwatch)
                 yield module.register_forward_pre_hook(hook, with_kwargs=True)
         elif source.argument is not None:
-            hook = self._counted(self._argument_hook(at, layer, source, source.argument))
+            hook = _CountingHook(self._argument_hook(at, layer, source, source.argument), self._passes, self._stopwatch)
             yield source.modules[0].register_forward_pre_hook(hook, with_kwargs=True)
         else:
             read = source.assignments or _integer_output(layer)
-            hook = self._counted(self._output_hook(at, read))
+            hook = _CountingHook(self._output_hook(at, read), self._passes, self._stopwatch)
             yield source.modules[0].register_forward_hook(hook, with_kwargs=True)
-
-    def _counted(self, hook: Callable[..., None]) -> Callable[..., None]:
-        """Returns ``hook``, called in training's forward passes, and timed by the stopwatch unless compiled."""
-
-        def counted(module: nn.Module, *args: Any) -> None:
-            with nullcontext() if torch.compiler.is_compiling() else self._stopwatch:
-                if self._passes.include(module):
-                    hook(module, *args)
-
-        return counted
 
     def _table(self, at: int, device: torch.device) -> torch.Tensor:
         """Returns the layer's counts, on the device of its routing, to which the model may have moved since."""

@@ -114,9 +114,11 @@ class _Preceded:
         self._inner = getattr(owner, method)
         update_wrapper(self, self._inner)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def preceded(self, *args: Any, **kwargs: Any) -> Any:
         self._before(*args, **kwargs)
         return self._inner(*args, **kwargs)
+
+    __call__ = preceded
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, str]]:
         return _method_of, (self._owner, self._method)

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, fields
-from functools import cache
 from itertools import islice
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -49,15 +48,17 @@ class Deferred(Generic[T]):
     """
 
     def __init__(self, make: Callable[[], T], events: Sequence[DeviceEvent] = ()) -> None:
-        self._make, self._events = cache(make), events
+        self._make, self._events, self._values = make, events, list[T]()
         self._lock = threading.Lock()
 
     def result(self) -> T:
         """Returns the value. Not for the training thread, which would wait for the device."""
         with self._lock:
-            for event in self._events:
-                event.synchronize()
-            return self._make()
+            if not self._values:
+                for event in self._events:
+                    event.synchronize()
+                self._values.append(self._make())
+            return self._values[0]
 
     def then(self, change: Callable[[T], U]) -> Deferred[U]:
         """Returns the value after ``change``, which is called when the result is read."""

@@ -1,8 +1,8 @@
-"""Communicators: none for one process, a gloo group of our own for several.
+"""Communicators: one for a single process, and one for several, with a gloo group of its own.
 
-The group is separate from training's, so that a checkpoint message can never be taken for a gradient;
-it is gloo because the messages are a few bytes of host memory. Messages are bytes and integers: no
-object collective, hence no pickle.
+The group is not that of training, so that no message about checkpoints is taken for a gradient. It is a gloo group
+since messages are a few bytes of host memory. Messages are bytes and integers: there is no collective for objects, and
+so no pickle.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _SHARED_STORE = (
 )
 
 _WRITE_TIMEOUT = timedelta(days=30)
-"""Between persist threads. A rank that waits there waits for another's storage, which may hang for long: training
-goes on without checkpoints meanwhile. A peer that is gone is noticed by its connection, and by training itself."""
+"""Between persist threads. They wait for other ranks' storage, which may hang for long, while training continues
+without checkpoints. A lost peer is noticed by its connection, and by training itself."""
 
 
 _AGREED, _PERSISTED = 1, 2
@@ -45,7 +45,7 @@ _AGREED, _PERSISTED = 1, 2
 
 
 class SoloCommunicator:
-    """One process: nothing to agree on.
+    """The communicator of a single process, which returns what it is given.
 
     Args:
         late: Token counts come from a device, for which another thread waits.
@@ -104,10 +104,10 @@ class SoloCommunicator:
 
 
 class GlooCommunicator:
-    """Ranks of the default process group, on two lanes of one gloo group, each with its thread (``comm.lane``).
+    """The communicator of the ranks of the default process group: two lanes of one gloo group, each with a thread.
 
-    One lane is for what the training thread asks and for agreements, one for the persist threads. What is combined over
-    ranks goes along a tree (``comm.lane``): a rank sends and receives O(log R) messages, however many ranks there are.
+    One lane is for the training thread and for agreements, the other for the persist threads. Messages are combined
+    along a tree (``comm.lane``), so that each of R ranks sends and receives O(log R) messages.
 
     Must be created on all ranks at the same point, after ``init_process_group``. No call of the training thread
     waits longer for a peer than ``timeout_secs`` and, while the group is made, the ten seconds by which torch looks
@@ -149,7 +149,7 @@ class GlooCommunicator:
 
     @contextmanager
     def _agreement(self, whom: str) -> Iterator[None]:
-        """A peer that training misses is lost to the persist thread, too, which would wait for it for very long."""
+        """Aborts the persist threads' lane, too, if a peer is lost: they would wait for it for very long."""
         try:
             with self._waiting_for(whom):
                 yield
@@ -206,13 +206,13 @@ class GlooCommunicator:
         return self._agreeing.submit(gather).result()
 
     def _persist(self, job: Callable[[], T]) -> T:
-        """Runs ``job`` on the persist threads' lane, and returns its result."""
+        """Runs ``job`` on the lane of the persist threads, and returns its result."""
 
         def done() -> T:
             try:
                 return job()
             except PeerLostError as error:
-                self._persisting.await_cause(error)  # raised instead, since it says whom training missed
+                self._persisting.await_cause(error)  # then ``submit`` raises that, which names the lost peer
                 raise
 
         return self._persisting.submit(done).result()
@@ -255,14 +255,14 @@ class GlooCommunicator:
         if agreeing and persisting:
             self._links.give_back()
         elif not persisting:
-            # Its wait has no end, and a thread that comes out of it while Python ends would abort the process.
+            # The thread waits without end. If its wait ended while Python exits, that would abort the process.
             self._persisting.abort(closed)
             self._links.cut()
             self._persisting.close(closed)
 
 
 def _packed(payloads: Sequence[bytes]) -> bytes:
-    """Several payloads as one, for ``_unpacked``."""
+    """Joins several payloads into one, for ``_unpacked``."""
     return struct.pack(f"<Q{len(payloads)}Q", len(payloads), *map(len, payloads)) + b"".join(payloads)
 
 
@@ -277,13 +277,13 @@ def _unpacked(packed: bytes) -> list[bytes]:
 
 
 def largest(comm: Communicator, numbers: Sequence[int]) -> list[int]:
-    """Element-wise maximum over ranks. A collective of the training thread."""
+    """Returns the maximum over ranks of each number. A collective of the training thread."""
     _, maxima = comm.agree(np.zeros(0, dtype=np.int64), np.asarray(numbers, dtype=np.int64))
     return [int(number) for number in maxima]
 
 
 def make_communicator(timeout_secs: float, *, late: bool = False) -> SoloCommunicator | GlooCommunicator:
-    """The communicator for the process group that is set up now, if any.
+    """Returns the communicator for the present default process group, if there is one.
 
     Args:
         timeout_secs: Longest wait for a peer.
@@ -300,5 +300,6 @@ def make_communicator(timeout_secs: float, *, late: bool = False) -> SoloCommuni
 
 
 def shares_store() -> bool:
-    """True under a torchrun whose workers meet, in every restart, in a store that keeps what dead ones wrote."""
+    """Returns True under a torchrun whose restarts all use one rendezvous store, with the addresses of dead
+    processes."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"

@@ -1,15 +1,15 @@
-"""Message lanes on a gloo group of our own: messages in order, and nobody stuck behind a lost peer.
+"""Message lanes on a gloo group of our own: messages in order, and no caller stuck because of a lost peer.
 
-Every lane has one thread, which alone sends and receives on it. Lanes of the same ranks share one group, since making a
+A lane has one thread, which alone sends and receives on it. Lanes of the same ranks share one group, since making a
 group takes as long as hundreds of messages, and tell their messages apart by gloo's tags.
 
-Whoever wants something of the peers submits a job and waits for its future, so that ``abort`` sets everybody free at
-once, though gloo's own wait goes on, on a daemon thread, until its timeout: torch has no way to end it, but by closing
-the connections of the whole group (``Links.cut``).
+A caller submits a job and waits for its future, so that ``abort`` ends all waits of callers at once. Gloo's own wait
+continues on a daemon thread until its timeout: torch can end it only by closing the connections of the whole group
+(``Links.cut``).
 
-Small messages are combined over a binomial tree, which is rooted at rank 0, and which every rank computes alone. The
-parent of a rank is the rank without its lowest bit that is set. So the subtree of a rank is the ranks that follow it,
-up to that bit, and what a subtree sends up is in the order of ranks.
+Small messages are combined over a binomial tree with rank 0 as its root, which each rank computes alone. The parent of
+a rank is the number without its lowest set bit. So the subtree of a rank has the ranks that follow it, up to that bit,
+and its messages arrive in the order of ranks.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from moe_ckpt.threads import ThreadName, named_thread
 
 @dataclass(frozen=True)
 class TreeNode:
-    """One rank's place in the tree over which ranks combine small messages.
+    """One rank's node in the tree over which ranks combine small messages.
 
     Attributes:
-        rank: Which.
-        ranks: How many there are, R.
+        rank: Of the node.
+        ranks: Number of ranks, R.
     """
 
     rank: int
@@ -46,12 +46,12 @@ class TreeNode:
 
     @property
     def parent(self) -> int | None:
-        """None for rank 0."""
+        """The rank above; None for rank 0."""
         return self.rank & (self.rank - 1) if self.rank else None
 
     @property
     def children(self) -> tuple[int, ...]:
-        """In ascending order, smallest subtree first."""
+        """The ranks below, in ascending order: smallest subtree first."""
         children = []
         bit = 1
         while self.rank + bit < self.ranks and not self.rank & bit:
@@ -62,30 +62,30 @@ class TreeNode:
 
 _CHUNK_NBYTES = 64 << 20
 _IDLE_SECS = 1.0
-"""Longest wait, at the end, for a thread that has nothing to do unless a peer is gone."""
+"""Longest wait at the end for a thread, which has nothing to do unless a peer is lost."""
 
 _CLOSED_BY_A_TIMEOUT = "Application timeout caused pair closure"
-"""What gloo says to every wait but the one that timed out."""
+"""Part of the error that gloo raises in all waits of a group when one of them times out."""
 
 T = TypeVar("T")
 _Jobs = queue.SimpleQueue[Callable[[], None] | None]
 
 
 class MessageLane:
-    """Point-to-point messages between ranks, each with the generation that it belongs to.
+    """Messages between ranks, each with the generation of its sender.
 
-    Made on all ranks alike. ``submit`` may be called on any thread; everything else only by jobs. On one lane
-    of the same links at most may there be broadcasts, which have no tags.
+    All ranks make the same lanes. ``submit`` may be called on any thread, all other methods only by jobs. At most one
+    lane of the same links may broadcast, since broadcasts have no tags.
 
     Args:
         name: Of the thread.
         links: Of all ranks.
-        tag: Of the lane's messages; another one than those of the other lanes of the same links.
+        tag: Of the lane's messages, different from those of other lanes of the same links.
         timeout: Longest wait for a peer.
 
     Attributes:
-        node: This rank's place in the tree of the ranks.
-        generation: Life of the run that messages belong to.
+        node: Of this rank in the tree of the ranks.
+        generation: Number of this life of the run.
     """
 
     def __init__(self, name: ThreadName, links: Links, tag: int, timeout: timedelta) -> None:
@@ -103,7 +103,7 @@ class MessageLane:
         weakref.finalize(self, self._jobs.put, None)
 
     def submit(self, job: Callable[[], T]) -> Future[T]:
-        """Returns the future result of ``job``, which runs when those before it are done.
+        """Returns the future result of ``job``, which runs after earlier jobs.
 
         Raises:
             PeerLostError: ``abort`` or ``close`` was called. A job that was submitted before ``abort`` raises it from
@@ -114,7 +114,7 @@ class MessageLane:
             if self._aborted is not None:
                 raise self._aborted
             self._waited_for.add(future)
-            self._jobs.put(lambda: self._carry_out(job, future))  # locked: nothing may lie behind the end
+            self._jobs.put(lambda: self._carry_out(job, future))  # locked: no job may follow the end
         return future
 
     def _carry_out(self, job: Callable[[], T], future: Future[T]) -> None:
@@ -123,7 +123,7 @@ class MessageLane:
         try:
             result = job()
         except BaseException as error:  # the thread's boundary: raised where the result is waited for
-            self._links.is_sound = False  # peers may wait for what it had still to send
+            self._links.is_sound = False  # peers may still wait for messages of the job
             self._complete(future, partial(future.set_exception, error))
         else:
             self._complete(future, partial(future.set_result, result))
@@ -136,7 +136,7 @@ class MessageLane:
             complete()
 
     def abort(self, error: PeerLostError) -> None:
-        """Everybody who waits for this lane gets ``error`` now, and so does every later call. On any thread."""
+        """Raises ``error`` in all callers that wait for this lane, and in every later call. On any thread."""
         self._links.is_sound = False
         with self._lock:
             self._aborted = self._aborted or error
@@ -146,18 +146,18 @@ class MessageLane:
         self._is_aborted.set()
 
     def await_cause(self, error: BaseException) -> None:
-        """A job failed: if that is because a wait on another lane of these links timed out, waits for its ``abort``."""
+        """Waits for ``abort`` if a job failed because a wait on another lane of these links timed out."""
         if _CLOSED_BY_A_TIMEOUT in str(error):
             self._is_aborted.wait(_IDLE_SECS)
 
     def close(self, error: PeerLostError) -> bool:
-        """Ends the thread once it has done what was submitted, unless it waits for a peer.
+        """Ends the thread after the jobs that were submitted, unless it waits for a peer.
 
         Args:
-            error: What ``submit`` raises from here on: whoever comes late must not wait for a thread that is gone.
+            error: Raised by later calls of ``submit``, which must not wait for a thread that has ended.
 
         Returns:
-            Whether it has ended. The group stays: see ``Links``.
+            True if the thread has ended. The group stays: see ``Links``.
         """
         with self._lock:
             self._aborted = self._aborted or error
@@ -168,12 +168,12 @@ class MessageLane:
     # --- by jobs ---
 
     def send(self, payload: bytes, target: int) -> None:
-        """By point-to-point calls, because only they take a timeout of their own."""
+        """Sends a message, by point-to-point calls, since only they take a timeout."""
         for part in (self._head(payload), _tensor(payload)):
             self._wait(self._send(part, target))
 
     def receive(self, source: int) -> bytes:
-        """Raises ``StoreError`` for a message of another life of the run."""
+        """Returns the next message of a rank. Raises ``StoreError`` if it is of another life of the run."""
         head = torch.zeros(2, dtype=torch.int64)
         self._wait(self._receive(head, source))
         body = torch.empty(int(head[0]), dtype=torch.uint8)
@@ -182,7 +182,7 @@ class MessageLane:
         return body.numpy().tobytes()
 
     def broadcast(self, payload: bytes, source: int) -> bytes:
-        """Rank ``source``'s payload, on every rank."""
+        """Returns the payload of rank ``source``, on every rank."""
         mine = self.node.rank == source
         head = self._head(payload)
         dist.broadcast(head, src=source, group=self._group)
@@ -197,12 +197,11 @@ class MessageLane:
     ) -> None:
         """Sends and receives uint8 tensors, whose sizes both sides know, without copying them.
 
-        In as many rounds as there are ranks, in each of which a rank has at most one peer to send to, and one to
-        receive from.
+        There are as many rounds as ranks. In each, a rank sends to one peer at most, and receives from one.
 
         Args:
-            outgoing: Rank -> what it gets of this one.
-            expected: Rank -> where what it sends goes.
+            outgoing: Rank -> tensors to send.
+            expected: Rank -> tensors to fill.
         """
         me, ranks = self.node.rank, self.node.ranks
         for distance in range(1, ranks):
@@ -214,7 +213,7 @@ class MessageLane:
                 self._wait(work)
 
     def reduce(self, numbers: torch.Tensor, summed: int) -> torch.Tensor:
-        """Element-wise over ranks, along the tree: the sum of the first ``summed`` numbers, the maximum of the rest."""
+        """Returns the sum over ranks of the first ``summed`` numbers, and the maximum of each of the others."""
         mine = torch.cat([numbers, torch.tensor([self.generation, -self.generation])])
         theirs = torch.empty_like(mine)
         for child in self.node.children:
@@ -248,7 +247,8 @@ class MessageLane:
 
 
 def _in_order(jobs: _Jobs) -> None:
-    """Do one job after the other, until None. Holds no process group between two: none must outlive the interpreter."""
+    """Runs one job after the other, until None. Keeps no reference to a process group between two jobs, since none must
+    outlive the interpreter."""
     while (job := jobs.get()) is not None:
         job()
         del job

@@ -1,12 +1,12 @@
-"""Gloo groups of our own, and which of them the next session in the same process group takes over.
+"""Gloo groups of our own, which the next session in the same process group may take over.
 
-A group costs descriptors and threads, and only the end of the default group frees them: to destroy it alone would be a
-collective, at a time when peers may be gone. So a session that ends well leaves its group to the next one.
+A group costs descriptors and threads, which only the end of the default group frees: destroying it alone would be a
+collective, at a time when peers may be lost. So a session that ends well leaves its group to the next one.
 
-That is so only if it ended well on every rank. Gloo's sends end when they are met by a receive, so where no rank has an
-operation that failed or is still under way, all that was sent has been taken, and nothing of the old session can be
-mistaken for the new one's. A rank knows that of itself alone: so when all come to open the next session, each says in
-the store of the default group which group it could take, and the last to come decides for all.
+The session must have ended well on every rank. A send of gloo ends when a receive has taken it. So if no rank has an
+operation that failed or is under way, all messages were received, and none of the old session can be taken for one of
+the new session. A rank knows this of itself alone. So when all ranks open the next session, each writes into the store
+of the default group which group it could take, and the last one to come decides for all.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 _LOOK = timedelta(seconds=1)
-"""So often a wait in the store is begun again: other threads of the process cannot use the store meanwhile."""
+"""Length of one wait in the store, during which other threads of the process cannot use the store."""
 _PAUSE_SECS = 0.05
 _LANES = 16
-"""Tags of a session's messages, at most; nobody sends with the last one."""
+"""The most tags of a session's messages. No message has the last one."""
 _AT_ONCE = timedelta(milliseconds=1)
 
 
 class Links:
-    """The connections of all ranks to one another: one gloo group. Made on all of them at the same point.
+    """The connections between all ranks: one gloo group. Made on all of them at the same point.
 
     Args:
-        timeout: As given to torch, for making the group.
-        group: Made before; None for a new one.
+        timeout: Longest wait for the other ranks to make the group.
+        group: A group that exists; None for a new one.
 
     Attributes:
         group: Of all ranks. A wait on it that times out closes its connections, for all of its lanes.
-        is_sound: No operation on it has failed or been given up on this rank.
-        first_tag: Tags of this session's messages begin here: another one than those of earlier sessions on the group.
+        is_sound: No operation on the group has failed or been given up on this rank.
+        first_tag: First tag of this session's messages. Earlier sessions on the group had others.
 
     Raises:
-        RuntimeError: Not all of the ranks came.
+        RuntimeError: Not all ranks came.
     """
 
     def __init__(self, timeout: timedelta, group: dist.ProcessGroup | None = None) -> None:
@@ -54,13 +54,12 @@ class Links:
         self.group = group or dist.new_group(backend="gloo", timeout=timeout)
 
     def lend(self, world: _DefaultGroup, number: int) -> None:
-        """One session has these of ``world``, until ``give_back``."""
+        """Gives the group of ``world`` to one session, until ``give_back``."""
         self._world, self._number = world, number
         self.first_tag = _LANES * world.opened
 
     def cut(self) -> None:
-        """Ends every wait on the group, on all ranks: a wait that times out closes gloo's connections, as nothing else
-        does."""
+        """Ends every wait on the group, on all ranks, by a wait that times out: only that closes gloo's connections."""
         self.is_sound = False
         with contextlib.suppress(RuntimeError, ValueError):  # the latter: the default group is gone
             peer = 0 if dist.get_rank() else 1
@@ -70,22 +69,24 @@ class Links:
                 work.wait(_AT_ONCE)
 
     def give_back(self) -> None:
-        """The session ended with nothing under way: another one may take the group. Twice does no harm."""
+        """Leaves the group to another session, when this one has ended with no operation under way. A second call has
+        no effect."""
         world, self._world = self._world, None
         if world is not None and self.is_sound:
             world.free[self._timeout] = self._number, weakref.ref(self.group)
 
 
 class _DefaultGroup:
-    """What this process keeps for one default process group.
+    """The groups of one default process group, in this process.
 
     Args:
-        group: That one.
+        group: The default group.
 
     Attributes:
-        opened: So many times all ranks came to open a session; the same number on all of them, but for one that no
-            longer waited when the last one came. It hears of that when it comes again.
-        free: Timeout -> number and group that the newest session with it gave back. The default group alone keeps it.
+        opened: How often all ranks came to open a session. A rank that no longer waited when the last one came has a
+            smaller number until it comes again.
+        free: Timeout -> number and group that the newest session with it gave back. References are weak, so that the
+            group ends with the default group.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
@@ -96,9 +97,10 @@ class _DefaultGroup:
         self._offered: tuple[int, weakref.ref[Any] | None] | None = None
 
     def begin(self, links: Links) -> None:
-        """The first group is made: ranks agree on a name in the store, which may hold what dead processes wrote.
+        """Has the ranks agree on a name in the store after they made the first group. The store may have entries of
+        dead processes.
 
-        A sum, which no rank has before every other one has made the group as well.
+        The name is a sum over ranks, which no rank has before every other one has made the group as well.
         """
         name = torch.tensor([secrets.randbits(62) if dist.get_rank() == 0 else 0])
         dist.all_reduce(name, group=links.group)
@@ -109,10 +111,10 @@ class _DefaultGroup:
         return bool(self._name)
 
     def taken(self, timeout: timedelta) -> tuple[int, dist.ProcessGroup] | None:
-        """The group that all ranks can take over, out of ``free``; None, on all of them, if there is none.
+        """Returns the group of ``free`` that all ranks can take over; None, on all of them, if there is none.
 
-        A rank tells the others once what it could take. If not all of them come in time, each of those that did only
-        waits when it comes again: so they meet, whoever missed whom.
+        A rank writes once which group it could take. If not all ranks come in time, those that did come do not write
+        again the next time, but wait. So all ranks meet, whichever came late.
 
         Raises:
             RuntimeError: Not all of the ranks came.
@@ -128,16 +130,17 @@ class _DefaultGroup:
         return None if group is None else (number, group)
 
     def _find(self, timeout: timedelta) -> tuple[int, weakref.ref[Any] | None]:
-        """Number and group of what this rank could take over; 0 if there is nothing."""
+        """Returns number and group that this rank could take over; 0 if there is none."""
         number, reference = self.free.pop(timeout, (0, None))
         group = None if reference is None else reference()
-        if group is None or group not in distributed_c10d._world.pg_map:  # destroyed by somebody
+        if group is None or group not in distributed_c10d._world.pg_map:  # it was destroyed
             return 0, None
         return number, reference
 
 
 def _tell(store: Any, name: str, number: int) -> None:
-    """This rank has come. The last one says whether all told the same number, and that of a group."""
+    """Writes the number of this rank's group. The last rank decides whether all have written the number of one
+    group."""
     ranks = dist.get_world_size()
     store.add(f"{name}/{number}", 1)
     if store.add(f"{name}/came", 1) == ranks:
@@ -149,7 +152,8 @@ _newest: _DefaultGroup | None = None
 
 
 def take_links(timeout: timedelta) -> Links:
-    """Those of all ranks for a new session: of one that is over, or new. All ranks come here at the same point.
+    """Returns the links for a new session: those of a session that has ended, or new ones. Called by all ranks at the
+    same point.
 
     Args:
         timeout: Longest wait for a rank.

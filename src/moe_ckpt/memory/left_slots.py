@@ -107,18 +107,18 @@ def _tasks(expected: Sequence[_Expected]) -> Iterator[list[_Expected]]:
         yield task
 
 
-def newest_of(slots: Sequence[FoundSlot], rank: int, most: int = _MOST_SNAPSHOTS) -> list[FoundSlot]:
-    """Returns the slots of a rank's own share from which its next life most likely resumes.
+def newest_of(slots: Sequence[FoundSlot], rank: int) -> list[FoundSlot]:
+    """Returns the slots of a rank's own share from which its next life most likely resumes: ``_MOST_SNAPSHOTS``, each
+    with the others of its window or gradient log.
 
     Args:
         slots: Slots that earlier lives left, the newest step first.
         rank: Whose share.
-        most: Snapshots, each with the others of its window or gradient log.
     """
     shares = [slot for slot in slots if slot.header.rank == rank and slot.header.only != STATE]
     chosen: list[FoundSlot] = []
     whole = [candidate for candidate in shares if candidate.header.only != GRADIENTS]
-    for _ in range(most):
+    for _ in range(_MOST_SNAPSHOTS):
         newest = next((candidate for candidate in whole if candidate not in chosen), None)
         if newest is None:
             break

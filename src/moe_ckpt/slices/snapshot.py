@@ -34,6 +34,7 @@ class SealedPart:
     Attributes:
         begin: First byte in the snapshot's buffer.
         part: Of the plan.
+        memory: ``[nbytes]`` uint8, the part's bytes.
         checksums: Of the slices.
         header: Head and seal of the shard (``format.shard``).
         not_finite: Key of the first slice with NaN or infinity; empty if there is none.
@@ -41,6 +42,7 @@ class SealedPart:
 
     begin: int
     part: CompiledPart
+    memory: torch.Tensor
     checksums: Checksums
     header: tuple[bytes, ...]
     not_finite: str = ""
@@ -127,10 +129,6 @@ class Snapshot:
             if part.source is not None:
                 mirrors[part.source] = Mirror(part, memory, mirrors.get(part.source))
         return mirrors
-
-    def bytes_of(self, part: CompiledPart) -> torch.Tensor:
-        """Returns the bytes of one part, as a uint8 view of its buffer."""
-        return next(memory for candidate, memory in placed(self.plan, self.buffers) if candidate is part)
 
 
 def placed(plan: CompiledPlan, buffers: Sequence[Buffer]) -> Iterator[tuple[CompiledPart, torch.Tensor]]:

@@ -136,10 +136,11 @@ def seal_snapshot(snapshot: Snapshot, rank: int, world_size: int, checker: Check
         raise torn_snapshot(snapshot.step, snapshot.copy.changed)
     step, generation, run_id = snapshot.step, snapshot.identity.generation, snapshot.identity.run
     snapshot.state_file = state_file(snapshot.state, step, generation, run_id, rank, world_size)
-    snapshot.sealed = tuple(
-        SealedPart(begin, part, checksums, (part.head(run_id, rank, step), seal_of(step, generation, checksums)), first)
-        for (begin, part), (checksums, first) in zip(parts, checked, strict=True)
-    )
+    sealed = []
+    for (begin, part), (checksums, first) in zip(parts, checked, strict=True):
+        header = part.head(run_id, rank, step), seal_of(step, generation, checksums)
+        sealed.append(SealedPart(begin, part, every[part][1], checksums, header, first))
+    snapshot.sealed = tuple(sealed)
 
 
 def state_file(state: Any, step: int, generation: int, run_id: str, rank: int, world_size: int) -> bytes:
@@ -169,7 +170,7 @@ def write_share(storage: Storage, snapshot: Snapshot, rank: int) -> tuple[tuple[
     for sealed in snapshot.sealed or ():
         if sealed.part.is_written:
             header, path = sealed.header, shard_path(snapshot.directory, rank, sealed.part.kind)
-            nbytes = write_named(storage, path, [*header, snapshot.bytes_of(sealed.part).numpy().data])
+            nbytes = write_named(storage, path, [*header, sealed.memory.numpy().data])
             files.append(FileRecord(path, nbytes, sum(map(len, header)), digest(*header), snapshot.step, rank))
     path = state_path(snapshot.directory, rank)
     write_named(storage, path, [snapshot.state_file])

@@ -233,7 +233,8 @@ class MemoryTier:
             self._sealed(number, ALONE, freshness)
         else:
             end = snapshot.plan.own_nbytes(host_only=to_peers is PeerPart.EVERYTHING)
-            views = [*(snapshot.bytes_of(part) for _, part in snapshot.plan.pieces), slot.memory[:end]]
+            pieces = (snapshot.sealed or ())[len(snapshot.plan.share_parts) :]
+            views = [*(sealed.memory for sealed in pieces), slot.memory[:end]]
             shares = [SealedSlot(snapshot.step, view, raw) for view, raw in zip(views, headers, strict=True)]
             copies = replicator.submit(number, *shares)
             copies.add_done_callback(

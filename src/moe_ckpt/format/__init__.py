@@ -1,8 +1,8 @@
 """The on-disk format: bytes <-> frozen records. See docs/format.md for the MUST lines.
 
-Step directories hold safetensors shards with a checksum per slice, one sealed JSON state file per rank, a sealed JSON
-part document that lists them, and a sealed JSON manifest as commit record, which names part documents. Nothing here
-opens a file.
+A step directory has safetensors shards with a checksum per slice, one sealed JSON state file per rank, a sealed JSON
+part document that lists these files, and a sealed JSON manifest as commit record, which names part documents. Nothing
+in this package opens a file.
 """
 
 FORMAT_VERSION = 1

@@ -1,8 +1,8 @@
-"""What a rank's plain state must look like: a state file's fields, and the decoded tree that trainers get back.
+"""Schemas of a rank's plain state: the fields of a state file, and the decoded tree for trainers.
 
-Checked when a state file is read, so that whoever hands it on (verification, exports, a resume before it touches the
-live state) meets the types that it relies on. What only a trainer, a callback or a user's own object understands is
-left to it. Tensors that no slice holds are described here as well.
+A state file is checked when it is read, so that its readers (verification, exports, a resume before it changes the live
+state) can rely on the types. Values for a trainer, a callback or a user's own object are not checked. The module also
+describes tensors that are in no slice.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ _generator_state = value(
 
 # --- tensors of which a store has no slice ---
 #
-# Those without elements, and the state of parameters without elements. They belong to no operator. Plain state tells
-# their type and shape, and the value of those that have elements.
+# Tensors without elements, and the state of parameters without elements, belong to no operator. Plain state has their
+# type and shape, and the value of those with elements.
 
 
 def described(tensor: torch.Tensor, of: str, *, on_param_device: bool = True) -> dict[str, Any]:
-    """Returns what plain state tells of a tensor; a value in it is live.
+    """Returns the description of a tensor in plain state; a value in it is the live tensor.
 
     Args:
         tensor: Of this rank; of a sharded one without elements any part.
@@ -79,7 +79,7 @@ def described(tensor: torch.Tensor, of: str, *, on_param_device: bool = True) ->
 
 
 def made(entry: Mapping[str, Any]) -> torch.Tensor:
-    """Returns the tensor that ``described`` told of, on the CPU."""
+    """Returns the tensor of a description of ``described``, on the CPU."""
     if "value" in entry:
         values: torch.Tensor = entry["value"]
         return values
@@ -87,7 +87,7 @@ def made(entry: Mapping[str, Any]) -> torch.Tensor:
 
 
 def _agrees(description: Any) -> str:
-    """A ``Check`` that a value is there where there are elements, and no memory is asked for otherwise."""
+    """Checks that a description with elements has their values, so that no memory is allocated for others."""
     shape = tuple(description["shape"])
     values = description.get("value")
     if values is None:
@@ -111,7 +111,7 @@ UNSLICED = both(
 
 
 def _accepted_by(load: Callable[[Any], Any]) -> Check:
-    """Returns whether a generator of its own, of the same kind, takes the state."""
+    """Returns a check that a new generator of the same kind accepts the state."""
 
     def check(state: Any) -> str:
         try:
@@ -125,7 +125,7 @@ def _accepted_by(load: Callable[[Any], Any]) -> Check:
 
 def _numpy(datum: Any) -> str:
     if isinstance(datum, dict) and datum.get("bit_generator") not in (None, "MT19937"):
-        return ""  # numpy's global generator was replaced; only one of that kind can tell
+        return ""  # numpy's global generator was replaced by another kind, which alone can check it
     return _accepted_by(lambda state: np.random.RandomState().set_state(state))(datum)
 
 
@@ -178,7 +178,7 @@ def _as_many(count: Any) -> str:
 
 
 def _many(item_schema: Schema) -> Check:
-    """A list or tuple."""
+    """Returns a check of a list or tuple."""
     return lambda datum: fault_in([item_schema], list(datum) if isinstance(datum, tuple) else datum)
 
 
@@ -231,5 +231,5 @@ _FRAMEWORKS: dict[Any, Schema] = {"lightning": _LIGHTNING, "megatron": _MEGATRON
 
 
 def state_contents(datum: Any) -> str:
-    """Checks a decoded state (a ``Check``): by the trainer that wrote it, where that is one of ours."""
+    """Checks a decoded state (a ``Check``), by the schema of the trainer that wrote it if there is one."""
     return fault_in(_ANY, datum) or fault_in(_FRAMEWORKS.get(datum.get("framework"), anything), datum)

@@ -1,6 +1,6 @@
-"""Tells whether stored values are finite: no training comes back from a weight that is NaN.
+"""Tells whether stored values are finite: no training recovers from a weight that is NaN.
 
-On the threads that take checksums, of bytes that pass there anyway, so in few passes over them.
+Runs on the threads that compute checksums, and reads the bytes while they are in the cache.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from moe_ckpt.format.sealed import Fragment
 from moe_ckpt.format.shard import GRADIENT, REPLAY, SliceEntry
 
 _CHUNK_NBYTES, _SUMMED_NBYTES = 1 << 20, 4 << 20
-"""Looked at by one call: what it makes of them stays in the cache, or, of sums, what was read before them."""
+"""Bytes read by one call: for the first its result stays in the cache, for sums the bytes stay that were read
+before."""
 _SUMMED: Mapping[str, npt.DTypeLike] = {"F64": np.float64, "F32": np.float32, "C64": np.float32}
 _BITS: Mapping[str, tuple[npt.DTypeLike, int, int]] = {
     "F16": (np.uint16, 0x7FFF, 0x7C00),
@@ -24,8 +25,8 @@ _BITS: Mapping[str, tuple[npt.DTypeLike, int, int]] = {
     "F8_E4M3": (np.uint8, 0x7F, 0x7F),
     "F8_E5M2": (np.uint8, 0x7F, 0x7C),
 }
-"""Of types that numpy lacks, or is slow with: as which integers they are read, all but the sign, and the least of these
-that is no finite number."""
+"""For types that numpy lacks, or reads slowly: the integers as which they are read, the bits without the sign, and the
+least of these integers that is not a finite number."""
 _OF_ALL = re.compile(r"\.experts\.\d+\.")
 
 
@@ -48,7 +49,8 @@ def all_finite(data: memoryview, dtype: str) -> bool:
 
 
 def _are_finite(values: npt.NDArray[np.floating]) -> bool:
-    """A sum of finite numbers may overflow, but none with NaN or infinity is finite; to add takes half the time."""
+    """Returns whether all values are finite. A sum with NaN or infinity is never finite, and adding takes half the time
+    of looking at each value; a sum of finite values may overflow, so that values are looked at then."""
     chunk = _SUMMED_NBYTES // values.itemsize
     with np.errstate(all="ignore"):
         for at in range(0, len(values), chunk):
@@ -65,9 +67,9 @@ def first_not_finite(
 
     Args:
         entries: Slices that follow one another.
-        data: In which they lie.
-        ends: Where each ends there.
-        judged: Says of a key whether the slice counts (``judged_in``).
+        data: Bytes with the slices.
+        ends: End of each in ``data``.
+        judged: Returns whether the slice of a key counts (``judged_in``).
     """
     for entry, end in zip(entries, ends, strict=True):
         if not all_finite(data[end - entry.nbytes : end], entry.dtype) and judged(entry.key):
@@ -76,14 +78,14 @@ def first_not_finite(
 
 
 def judged_in(state: Any) -> Callable[[str], bool]:
-    """Returns what says of a slice's key whether training makes its values: those of parameters that are trained, of
-    their optimizer state, and of the gradients that an update consumed.
+    """Returns a function that tells for a slice's key whether its values must be finite: those of trained parameters,
+    of their optimizer state, and of consumed gradients.
 
-    A parameter that requires no gradient may be infinite on purpose, as masks are, and gradients of an update that a
-    loss scaler may have left out mean nothing.
+    A parameter that requires no gradient may be infinite on purpose, as masks are. Gradients do not count if a loss
+    scaler may have left the update out.
 
     Args:
-        state: A rank's plain state, encoded. Where it is no trainer's of ours, everything counts.
+        state: A rank's plain state, encoded. If it is of no trainer of this library, everything counts.
     """
     state = state if isinstance(state, Mapping) else {}
     plain, log = (value if isinstance(value := state.get(key), Mapping) else {} for key in ("plain", "gradient_log"))

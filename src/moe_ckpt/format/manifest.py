@@ -1,13 +1,13 @@
 """The two documents of a committed step: its manifest, and the part that it wrote.
 
-A manifest names the parts that together hold every operator, newest first; each part lists what the ranks wrote at one
-step, and which operators that holds. Put together (``composed``) they are a complete view: every operator with its
-newest version, which may lie in the directory of an older step. Trust goes downwards: the manifest carries its own
-checksum and that of each part, a part those of its shards' headers, and a shard's header those of its slices.
+A manifest names the parts that together have every operator, newest first. A part lists the files that the ranks wrote
+at one step, and the operators in them. Together (``composed``) they are a complete view: every operator with its newest
+version, which may be in the directory of an older step. The manifest has its own checksum and that of each part, a part
+has those of its shards' headers, and a shard's header has those of its slices.
 
-A part is written once, by rank 0, just before the step's manifest, and never again: later manifests name it as long as
-they need something of it. An operator is in the newest part that lists it, and there in the shards of its kind. Rows
-come from the ranks as they are in the document, so that rank 0 only strings them together.
+A part is written once, by rank 0, just before the step's manifest. Later manifests name it as long as they need one of
+its operators. An operator is in the newest part that lists it, and there in the shards of its kind. Ranks send the rows
+as they are in the document, so that rank 0 only joins them.
 """
 
 from __future__ import annotations
@@ -52,13 +52,13 @@ _PART_KIND = "moe_ckpt.part"
 _STEP_DIR = re.compile(r"step_(\d{8,18})(?:_g(\d{1,18}))?", re.ASCII)
 _OWN_FILE = re.compile(r"rank_\d{5,9}_(expert(?=\.s)|non_expert(?=\.s)|state(?=\.j))\.(?:safetensors|json)", re.ASCII)
 KINDS = ("expert", "non_expert")
-"""Of shards: kept apart because they are superseded at different times."""
+"""Kinds of shards. Experts and all else are in different shards since they are superseded at different times."""
 GROUPS = (*KINDS, "state")
-"""Of the files that ranks write at one step: each is kept or deleted as a whole."""
+"""Groups of the files that ranks write at one step: each group is retained or deleted as a whole."""
 
 
 def step_dir(step: int, generation: int) -> str:
-    """Directory of one checkpoint. A generation is one life of the run, so a name is never used twice."""
+    """Returns the directory of a checkpoint. A generation is one life of the run, so that no name is used twice."""
     return f"step_{step:08d}" + (f"_g{generation}" if generation else "")
 
 
@@ -80,7 +80,7 @@ def age_of(directory: str) -> tuple[int, int]:
 
 
 def step_of(directory: str) -> int | None:
-    """The step of a step directory; None for any other name."""
+    """Returns the step of a step directory; None for any other name."""
     return (parse_step_dir(directory) or (None, None))[0]
 
 
@@ -94,13 +94,13 @@ def state_path(directory: str, rank: int) -> str:
 
 
 def group_path(directory: str, rank: int, group: str) -> str:
-    """A rank's file of one of ``GROUPS``."""
+    """Returns the path of a rank's file of one of ``GROUPS``."""
     return state_path(directory, rank) if group == "state" else shard_path(directory, rank, group)
 
 
 def group_of(name: str) -> str | None:
-    """Group of a file of this format in a step directory, by its name: one of ``GROUPS``, or the name of the step's own
-    document; None for other people's files."""
+    """Returns the group of a file in a step directory: one of ``GROUPS``, or the name of a document of the step; None
+    for a file that is not of this format."""
     if name in (MANIFEST_NAME, PART_NAME):
         return name
     match = _OWN_FILE.fullmatch(name)
@@ -177,7 +177,7 @@ class ModelRecord:
         return len(self.layers), max((layer.experts for layer in self.layers), default=0)
 
     def lacks(self, operator: str) -> bool:
-        """Returns whether an operator of this id (``OPERATOR_ID``) cannot be one of the model."""
+        """Returns whether the model has no operator of this id (``OPERATOR_ID``)."""
         kind, _, position = operator.partition("/")
         layer, _, expert = position.partition("/")
         if kind == "non_expert":
@@ -208,24 +208,24 @@ class PartRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything about one committed step except the tensors themselves.
+    """Everything about one committed step except the tensors.
 
-    What ``decode`` returns has no files, operators and states: ``format.manifest.composed`` adds what its parts hold.
-    ``encode`` leaves those out. A manifest that was made of memory slots has all of them, and no parts.
+    The result of ``decode`` has no files, operators and states: ``composed`` adds those of its parts. ``encode`` leaves
+    them out. A manifest of memory slots has all of them, and no parts.
 
     Attributes:
-        parent: Directory name of the checkpoint this life of the run returned to, or None.
+        parent: Directory of the checkpoint from which this life of the run resumed; None if there was none.
         index: Checkpoints begun before this one in the run (``RunFacts.index``).
         tokens: ``TokenBook.to_dict()``, its tables as fragments before it is written.
         policy: ``Policy.describe()``.
-        measured: What of ``policies.base.Measured`` rank 0 knew when the snapshot began, so that a restarted run need
-            not measure it again.
-        window: The earlier steps of a sparse window whose last one this is, oldest first. Its operators are then of
-            different steps, and only replay makes one state of them.
-        passed_over: Directories of newer checkpoints that could not be read when the run came back to an older one,
-            though nothing says that they are damaged. Garbage collection leaves them alone.
-        parts: The parts that the view is made of, newest first; none where it is made of memory slots.
-        not_finite: The first tensor with NaN or infinity, for people; empty if there is none, or nobody looked.
+        measured: Fields of ``policies.base.Measured`` that rank 0 knew when the snapshot began, so that a restarted run
+            need not measure them again.
+        window: If this is the last step of a sparse window, its earlier steps, oldest first. Operators are of different
+            steps then, and only a replay makes one state of them.
+        passed_over: Directories of newer checkpoints that could not be read when the run resumed from an older one,
+            although they may be intact. Garbage collection leaves them alone.
+        parts: The parts of the view, newest first; none for memory slots.
+        not_finite: The first tensor with NaN or infinity, for people; empty if there is none, or it was not checked.
     """
 
     run_id: str
@@ -260,13 +260,13 @@ class Manifest:
 
     @property
     def paths(self) -> frozenset[str]:
-        """Every file that this view needs, relative to the store's root."""
+        """Paths of all files of this view, relative to the store's root."""
         states = [state.path for slot in self.window for state in slot.states] + [s.path for s in self.states]
         return frozenset([f.path for f in self.files] + states + [part.path for part in self.parts])
 
     @property
     def slots(self) -> tuple[Manifest, ...]:
-        """The steps of a sparse window, each as a manifest of what was saved at it; just this one without a window."""
+        """The steps of a sparse window, each as a manifest of its own files; this manifest alone without a window."""
         if not self.window:
             return (self,)
         return tuple(self._slot(slot.step, slot.states) for slot in (*self.window, SlotRecord(self.step, self.states)))
@@ -278,8 +278,7 @@ class Manifest:
 
     @property
     def distinct_records(self) -> Collection[OperatorRecord]:
-        """The records of ``operators``, each once: all operators of a part share one, with all its files of their
-        kind."""
+        """The records of ``operators``, each once: all operators of one kind in a part share a record."""
         return {id(record): record for record in self.operators.values()}.values()
 
     def encode(self) -> bytes:
@@ -320,11 +319,12 @@ _AS_THEY_ARE = (
     *("run_id", "step", "generation", "world_size", "index", "created_unix_secs", "parent"),
     *("policy", "measured", "tokens"),
 )
-"""Fields of ``Manifest`` that stand in the document as they are."""
+"""Fields of ``Manifest`` that are in the document as they are."""
 
 
 def check_version(body: Mapping[str, Any], path: str, kind: str) -> None:
-    """Raise unless a body is of ``kind`` and of the version that this package reads."""
+    """Raises ``DamagedError`` unless a body is of ``kind``, ``FormatVersionError`` unless it is of the version that
+    this package reads."""
     if body.get("kind") != kind:
         raise DamagedError(path, f"is a {shown(body.get('kind'))}, not a {kind!r}")
     version = body.get("format_version")
@@ -337,7 +337,7 @@ class Part:
     """The part of a checkpoint that one step wrote.
 
     Attributes:
-        operators: Those it holds in full; what has no element is in none.
+        operators: Operators in full. One without elements is in no part.
     """
 
     run_id: str
@@ -377,20 +377,20 @@ class Part:
 
 
 def file_row(record: FileRecord) -> bytes:
-    """A shard's row in the document, and a comma."""
+    """Returns a shard's row in the document, and a comma."""
     columns = [record.kind, record.rank, record.nbytes, record.header_nbytes, record.header_digest]
     return json.dumps(columns, separators=(",", ":")).encode() + b","
 
 
 def state_row(record: StateRecord) -> bytes:
-    """A state file's row in the document, and a comma."""
+    """Returns a state file's row in the document, and a comma."""
     return json.dumps([record.rank, record.nbytes, record.digest], separators=(",", ":")).encode() + b","
 
 
 def encode_part(
     run_id: str, step: int, generation: int, world_size: int, *, files: bytes, states: bytes, operators: Fragment
 ) -> tuple[PartRecord, bytes]:
-    """Returns how manifests name the part, and its bytes.
+    """Returns the record of a part for manifests, and the part's bytes.
 
     Args:
         files, states: Rows.
@@ -413,7 +413,7 @@ def encode_part(
 
 
 def composed(manifest: Manifest, parts: Sequence[Part]) -> Manifest:
-    """The complete view of a manifest: with what its ``parts`` hold, given in their order.
+    """Returns a manifest with the files, operators and states of its ``parts``, given in their order.
 
     Raises:
         DamagedError: a part is not of this checkpoint.
@@ -427,7 +427,7 @@ def composed(manifest: Manifest, parts: Sequence[Part]) -> Manifest:
         files += part.files
         operators |= {op: records[kind_of(op)] for op in part.operators}
     slots = {part.step: part.states for part in parts[: 1 + len(manifest.window)]}
-    # Side tensors lie in the slots' own shards, and what only replay needs, even where no operator does.
+    # Shards of the slots have side tensors, and slices for a replay, even if no operator needs them.
     written = {part.directory for part in parts[: len(slots)]}
     whole_view = replace(
         manifest,
@@ -465,7 +465,7 @@ def pruned(view: Manifest, files: Sequence[FileRecord], directories: Collection[
 
 NOT_OF_MODEL = "is of no layer of the model, or beyond its experts"
 MOST_EXPERTS = 1 << 20
-"""Of all layers together. A file that claims more is damaged, and must not exhaust a reader's memory."""
+"""Of all layers together. A file with a larger number is damaged, and must not exhaust a reader's memory."""
 MOST_RANKS = 1 << 22
 MOST_UNIX_SECS = 1e11
 """The year 5138; clocks and calendars end soon after."""
@@ -509,7 +509,7 @@ _FIELDS: Schema = {
 
 
 def _wrong_parts(body: Mapping[str, Any]) -> str:
-    """What is wrong between fields that are right by themselves."""
+    """Returns a contradiction between fields that are right by themselves; "" for none."""
     names = [directory for directory, *_ in body["parts"]]
     places = [parsed for name in names if (parsed := parse_step_dir(name)) is not None]
     orders = [(generation, step) for step, generation in places]
@@ -554,7 +554,7 @@ _PART_FIELDS: Schema = {
 
 
 def _wrong_part(body: Mapping[str, Any]) -> str:
-    """What is wrong between fields that are right by themselves."""
+    """Returns a contradiction between fields that are right by themselves; "" for none."""
     ranks = body["world_size"]
     shards = [(kind, rank) for kind, rank, *_ in body["files"]]
     if len(set(shards)) < len(shards) or any(rank >= ranks for _, rank in shards):

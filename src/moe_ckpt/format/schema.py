@@ -1,14 +1,14 @@
-"""Schemas: what documents must look like, written as they look.
+"""Schemas of documents, which have the form of the documents.
 
 A ``Schema`` is one of these:
 
 * a ``Check`` of a value: says what is wrong with it, "" for nothing. It never raises, whatever it is given;
 * ``{"name": schema, "other?": schema}``: an object with these fields, of which those with a question mark may be
-  missing. Others are for newer readers, and ignored;
+  missing. Other fields are of later versions, and ignored;
 * ``[schema]``: a list of things of one kind.
 
-A fault says where and what, such as ``.files[3].rank is -1, but must be a whole number of at least 0``. Every document
-of a store, and a run's profile, is checked this way before anything else reads it (``require``).
+A fault names the field and the value, such as ``.files[3].rank is -1, but must be a whole number of at least 0``. Every
+document of a store, and a run's profile, is checked this way before anything else reads it (``require``).
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ Check = Callable[[Any], str]
 Schema = Check | Mapping[str, "Schema"] | list["Schema"]
 
 MOST_WHOLE = 2**63 - 1
-"""What an int64 holds; token counts, steps and sizes meet numpy and the process group as such."""
+"""Largest int64: token counts, steps and sizes become such numbers in numpy and in messages."""
 MOST_DEPTH = 128
-"""Lists and objects within one another. Ten are usual; readers, copies and trainers walk through them recursively."""
+"""Most levels of lists and objects. Ten are usual; readers, copies and trainers visit them recursively."""
 _HUGE = 1e300
 _shown = reprlib.Repr()
 _shown.maxstring = _shown.maxother = _shown.maxlong = 60
 
 
 def require(schema: Schema, value: Any, path: str, what: str = "", **where: int | None) -> None:
-    """Raise ``DamagedError`` naming the field, unless ``value`` fits.
+    """Raises ``DamagedError``, which names the field, unless ``value`` fits.
 
     Args:
         path: Of the file.
-        what: Said before the fault.
+        what: Text before the fault.
         **where: ``step`` and ``rank`` of the file, as far as they are known.
     """
     fault = fault_in(schema, value)
@@ -117,7 +117,7 @@ def one_of(*choices: Any) -> Check:
 
 
 def _is_text(datum: Any) -> bool:
-    """Text that every file and terminal takes: JSON can spell halves of characters."""
+    """Returns True for text that can be encoded: JSON can have halves of characters."""
     if not isinstance(datum, str):
         return False
     try:
@@ -150,7 +150,7 @@ def maybe(schema: Schema) -> Check:
 
 
 def both(first: Schema, then: Schema) -> Check:
-    """Joins two schemas; ``then`` may rely on what ``first`` found right."""
+    """Joins two schemas; ``then`` is checked only if ``first`` fits."""
     return lambda datum: fault_in(first, datum) or fault_in(then, datum)
 
 
@@ -183,8 +183,8 @@ def row(columns: Mapping[str, Schema]) -> Check:
 
 
 def table(columns: Mapping[str, Check]) -> Check:
-    """A long list of ``row(columns)``: whole numbers within bounds, or texts. Columns are checked as a whole; only if
-    that finds a fault is it looked for row by row."""
+    """Returns a check of a long list of ``row(columns)``: whole numbers within bounds, or texts. Columns are checked as
+    a whole, and rows only if a column has a fault."""
     slowly, checks = listing(row(columns)), list(columns.values())
 
     def check(datum: Any) -> str:
@@ -196,9 +196,9 @@ def table(columns: Mapping[str, Check]) -> Check:
 
 
 def _is_sound(check: Check, column: Sequence[Any]) -> bool:
-    """Whether nothing is wrong in a column, by as few of its values as stand for all; False, too, if that cannot tell.
+    """Returns whether all values of a column fit, by checking few of them; False also if that is not enough.
 
-    Whole numbers have bounds, so that the smallest and the largest stand for all.
+    Whole numbers have bounds, so that the smallest and the largest are enough.
     """
     kinds = set(map(type, column))
     if kinds == {str}:
@@ -225,9 +225,9 @@ def mapping(values: Schema, keys: Check = text) -> Check:
 
 
 def like(template: Any) -> Schema:
-    """Returns the schema of what looks like the trainer's state now: numbers where it has numbers, and so on.
+    """Returns the schema of values with the same structure: numbers where ``template`` has numbers, and so on.
 
-    Only fields that both have are compared, so that versions of a trainer may differ in the others.
+    Only fields of both are compared, so that versions of a trainer may differ in others.
     """
     if isinstance(template, dict):
         return {f"{name}?": like(entry) for name, entry in template.items()}

@@ -1,7 +1,7 @@
-"""Sealed JSON: a JSON document that carries the checksum of its own bytes.
+"""Sealed JSON: a JSON document with the checksum of its own bytes.
 
-Parts that many documents have in common are fragments: encoded once, and inserted into each. A state file names every
-parameter of the model, tens of thousands with many experts, and is written at every step.
+Parts that many documents have in common are fragments, which are encoded once and inserted into each. A state file has
+the names of all parameters, tens of thousands with many experts, and is written at every step.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ class Fragment:
     """An encoded list or object of JSON-ready values, for use in documents. It never changes.
 
     Attributes:
-        value: What it is, unless it was put together ``of_rows`` or ``of_counts``.
-        raw: The same as JSON.
-        depth: Lists and objects within one another.
+        value: The list or object. Fragments ``of_rows`` and ``of_counts`` do not have it.
+        raw: As JSON.
+        depth: How deep lists and objects are nested.
     """
 
     def __init__(self, value: list[Any] | dict[str, Any]) -> None:
@@ -37,24 +37,24 @@ class Fragment:
 
     @classmethod
     def of_rows(cls, rows: bytes) -> Fragment:
-        """A list whose items are encoded by others: each plain, or a list of plain values, as JSON, and a comma."""
+        """Returns a list of encoded items: each is a plain value or a list of these, as JSON, and a comma."""
         made = cls.__new__(cls)
         made.raw, made.depth = b"[%b]" % rows[:-1], 2
         return made
 
     @classmethod
     def of_counts(cls, table: npt.NDArray[np.int64]) -> Fragment:
-        """``[rows, columns]`` of whole numbers from 0 on."""
+        """Returns a table ``[rows, columns]`` of whole numbers from 0 on."""
         made = cls.__new__(cls)
         made.raw, made.depth = _dumps(table.tolist()).encode(), 2
         return made
 
 
 class FixedStrings(list[str]):
-    """A list of strings in the plain state that never changes. ``encode_tree`` encodes it once; to all others it is a
-    list.
+    """A list of strings in the plain state that never changes, so that ``encode_tree`` encodes it once.
 
-    fragment: what stands for them in a document.
+    Attributes:
+        fragment: The list for documents.
     """
 
     def __init__(self, strings: Iterable[str]) -> None:
@@ -71,7 +71,7 @@ _CONTAINERS = (dict, list, tuple, Fragment)
 def nesting(document: Any, most: int | None = None) -> int:
     """Returns how deep lists and objects are nested; ``most + 1`` where there are more than ``most``.
 
-    Never recursive itself, and not within fragments, whose depth is known. Runs no code of its own per number or text.
+    Not recursive, and no Python runs for a number or a text. Fragments have their depth.
     """
     level, depth, deepest = _containers([document]), 0, 0
     while level:
@@ -91,7 +91,7 @@ def _containers(values: list[Any]) -> list[Any]:
 
 
 def encode_json(document: Any) -> bytes:
-    """The document as compact JSON, in ASCII.
+    """Returns the document as compact JSON, in ASCII.
 
     Raises:
         ValueError: it holds NaN or infinity.
@@ -113,7 +113,13 @@ def encode_json(document: Any) -> bytes:
 
 
 def _dumps(document: Any, fragments: list[Fragment] | None = None, mark: str = _MARK) -> str:
-    """found: gets the fragments in their order; ``mark`` stands for each."""
+    """Returns a document as JSON, with ``mark`` in place of each fragment.
+
+    Args:
+        document: JSON-ready.
+        fragments: Receives the fragments in their order.
+        mark: See above.
+    """
 
     def default(value: Any) -> str:
         if not isinstance(value, Fragment) or fragments is None:
@@ -138,7 +144,7 @@ MAX_SEALED_BYTES = 1 << 30
 
 
 def seal(body: dict[str, Any]) -> bytes:
-    """Bytes of the sealed document. Fragments in it are not walked through, nor encoded again.
+    """Returns the bytes of a sealed document. Fragments are not encoded again.
 
     Raises:
         ValueError: it holds NaN or infinity (encode those first), or is nested deeper than readers go.
@@ -150,7 +156,7 @@ def seal(body: dict[str, Any]) -> bytes:
 
 
 def unseal(raw: Chunk, path: str) -> dict[str, Any]:
-    """The body of a sealed document. ``path`` is for messages only.
+    """Returns the body of a sealed document. ``path`` is for messages only.
 
     Raises:
         DamagedError: the frame, the checksum or the JSON is not what was written.
@@ -171,11 +177,13 @@ def unseal(raw: Chunk, path: str) -> dict[str, Any]:
 
 
 def require_frame(head: Chunk, tail: Chunk, path: str) -> None:
-    """Raise ``DamagedError`` unless a file that begins and ends so can be a sealed document.
+    """Raises ``DamagedError`` unless a file with this beginning and end may be a sealed document.
+
+    Called before the whole is read, so that a file with zeros behind its document, for instance, costs no memory.
 
     Args:
-        head, tail: Its first and last ``FRAME_NBYTES``. Asked before the whole is read: a file that has grown (zeros
-            after what was written, for instance) then costs no memory.
+        head, tail: First and last ``FRAME_NBYTES`` of the file.
+        path: Of the file.
     """
     if not _is_framed(memoryview(bytes(head) + bytes(tail))):
         raise DamagedError(path, "checksum mismatch: it does not begin and end like a sealed file")
@@ -211,7 +219,8 @@ def _refuse(name: str) -> Any:
 
 
 def digest(*raw: Chunk) -> str:
-    """XXH3-128 of all that is given, as 32 hex digits: detects damage, is no protection against forgery."""
+    """Returns XXH3-128 of all chunks together, as 32 hex digits: it detects damage, and is no protection against
+    forgery."""
     state = xxhash.xxh3_128()
     for chunk in raw:
         state.update(chunk)

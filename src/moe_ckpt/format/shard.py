@@ -1,9 +1,9 @@
-"""Shard files: plain safetensors, of which the first tensor has the step and a checksum per slice.
+"""Shard files: plain safetensors, whose first tensor has the step and a checksum per slice.
 
-A shard holds the slices that one rank wrote at one step. Its header is two pieces. The *head* says which slices follow,
-of which run and rank; it is the same text at every step that saves the same slices, so it is rendered once. The *seal*,
-the tensor ``moe_ckpt.seal``, has the step, the generation and the checksum of each slice. So a file in another's place
-is recognised, and as the manifest holds the checksum of both pieces, what they say can be trusted.
+A shard has the slices that one rank wrote at one step. Its header has two pieces. The *head* lists the slices, and
+names run and rank; it is the same text at every step that saves the same slices, so that it is rendered once. The
+*seal*, the tensor ``moe_ckpt.seal``, has the step, the generation and the checksum of each slice. So a file under
+another's name is recognised. The manifest has the checksum of both pieces, so that they can be trusted.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ SEAL = "moe_ckpt.seal"
 ALIGNMENT = 64
 """Bytes; the first slice of a shard begins at a multiple, in files and in memory."""
 REPLAY = "replay/"
-"""Before the keys of slices that are no part of a checkpoint's view, but bring it about (sparse windows)."""
+"""Prefix of the keys of slices for a replay, which are not in a checkpoint's view (sparse windows)."""
 GRADIENT = "grad/"
-"""Before ``<optimizer>/<fqn>``: the key of what the step's update consumed (gradient logs, in memory only)."""
+"""Prefix of ``<optimizer>/<fqn>`` in the keys of consumed gradients (gradient logs, in memory only)."""
 MAX_HEADER_BYTES = 1 << 28
 _json = json.JSONEncoder(separators=(",", ":")).encode
 TORCH_DTYPES: dict[str, torch.dtype] = {
@@ -69,7 +69,7 @@ _NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 def dtype_name(dtype: torch.dtype, of: str | None = None) -> str:
-    """Header name of a torch dtype.
+    """Returns the header name of a torch dtype.
 
     Args:
         dtype: Of a tensor.
@@ -89,7 +89,7 @@ def dtype_name(dtype: torch.dtype, of: str | None = None) -> str:
 
 
 def itemsize(name: str) -> int:
-    """Bytes per element of a header dtype name. Raises ``KeyError`` for an unknown name."""
+    """Returns the bytes per element of a header dtype name. Raises ``KeyError`` for an unknown name."""
     return TORCH_DTYPES[name].itemsize
 
 
@@ -125,7 +125,7 @@ class SliceEntry:
 
     @cached_property
     def texts(self) -> tuple[str, str]:
-        """The slice in a head: its entry of the metadata, and that of the table of tensors up to the byte range."""
+        """The slice's texts in a head: in the metadata, and in the table of tensors up to the byte range."""
         name = _json(self.name)
         fields = _json([self.operator, self.global_shape, *([] if self.on_param_device else ["cpu"])])
         return (
@@ -156,7 +156,7 @@ class ShardHeader:
 
 
 def lay_out(entries: Sequence[SliceEntry]) -> tuple[SliceEntry, ...]:
-    """Assign byte ranges: widest dtypes first (so that every slice is aligned), then by key and offsets.
+    """Assigns byte ranges: widest dtypes first, so that every slice is aligned, then by key and offsets.
 
     Neighbouring rows of one tensor become neighbours in the file, so that they can be copied as one.
     """
@@ -164,7 +164,7 @@ def lay_out(entries: Sequence[SliceEntry]) -> tuple[SliceEntry, ...]:
 
 
 def in_a_row(entries: Iterable[SliceEntry]) -> tuple[SliceEntry, ...]:
-    """The entries in the given order, one behind the other."""
+    """Returns the entries with byte ranges one after the other, in the given order."""
     placed: list[SliceEntry] = []
     at = 0
     for entry in entries:
@@ -174,7 +174,7 @@ def in_a_row(entries: Iterable[SliceEntry]) -> tuple[SliceEntry, ...]:
 
 
 def moved(entry: SliceEntry, begin: int) -> SliceEntry:
-    """``entry`` at another place. ``replace`` takes 4 times as long."""
+    """Returns ``entry`` with another byte range. ``replace`` takes 4 times as long."""
     moved = object.__new__(SliceEntry)
     moved.__dict__.update(entry.__dict__, begin=begin, end=begin + entry.nbytes)
     return moved
@@ -235,7 +235,7 @@ def encode_header(header: ShardHeader) -> bytes:
 
 
 def require_distinct(rank: int, step: int, entries: Sequence[SliceEntry]) -> None:
-    """Raises ``CoverageError`` if two are the same one: a header has one place for each."""
+    """Raises ``CoverageError`` if two slices are the same one: a header has room for one."""
     if len({entry.name for entry in entries}) == len(entries):
         return
     times = Counter(entry.name for entry in entries)
@@ -319,7 +319,7 @@ def _decode_slice(name: str, tensor: Any, fields: Any, checksum: int, first: int
 
 
 def _escaped(text: str) -> str:
-    """Returns ``text`` as it is within a JSON string."""
+    """Returns ``text`` as it is inside a JSON string."""
     return _json(text)[1:-1]
 
 
@@ -341,7 +341,7 @@ _TABLE: Schema = {"__metadata__": {METADATA_KEY: text}}
 
 
 def _contradiction(entry: SliceEntry) -> str:
-    """What is wrong between a slice's fields, each of which is right by itself."""
+    """Returns a contradiction between a slice's fields, each of which is right by itself; "" for none."""
     if entry.begin < 0:
         return f"begins before the end of {SEAL}"
     if not len(entry.offsets) == len(entry.shape) == len(entry.global_shape):

@@ -1,8 +1,8 @@
-"""The header of a slot: what lies in its bytes, and of which run, life and step. Written last, by a rename.
+"""The header of a slot: describes its bytes, and names run, life and step. Written last, by a rename.
 
-One sealed document (``format.sealed``), then the raw pieces that it gives length and digest of: the rank's state file,
-byte for byte as storage would have it, and for each part of the slot the header that a shard of these slices has
-(``format.shard``). So the slots of all ranks hold a whole checkpoint, whether storage has it or not.
+It is one sealed document (``format.sealed``), and then pieces of which that has lengths and digests: the rank's state
+file, with the same bytes as on storage, and for each part of the slot the header that a shard of these slices would
+have (``format.shard``). So the slots of all ranks are a whole checkpoint, whether storage has it or not.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from moe_ckpt.ledger.freshness import FRESH, STALE, UNKNOWN
 
 KIND = "moe_ckpt.slot"
 STATE, TENSORS, GRADIENTS = "state", "tensors", "gradients"
-"""What a slot has where it is not all of a rank's share: its plain state, all but that, or consumed gradients of some
-operators. Each slot of gradients goes as soon as no newer step needs it (``core.anchors``)."""
+"""Contents of a slot that is not all of a rank's share: its plain state, all but that, or consumed gradients of some
+operators. A slot of gradients is freed as soon as no newer step needs it (``core.anchors``)."""
 _LENGTH_NBYTES = 8
 _NOT_OURS = "not the header of a memory slot of this format: "
 _PIECE = {"nbytes": whole(), "xxh3_128": text}
@@ -39,7 +39,7 @@ def _raggedness(rows: list[list[int]]) -> str:
 
 
 def _contradictions(body: Mapping[str, Any]) -> str:
-    """What is wrong between fields that are right by themselves."""
+    """Returns a contradiction between fields that are right by themselves; "" for none."""
     contents, facts = body["contents"], body["facts"]
     window, since = contents["window"], contents["since"]
     if body["rank"] >= body["world_size"]:
@@ -101,12 +101,12 @@ _BODY = both(_FIELDS, _contradictions)
 
 @dataclass(frozen=True)
 class SlotPart:
-    """Slices that follow one another from byte ``begin`` of the slot on.
+    """Slices that follow one another in a slot.
 
     Attributes:
-        kind: Of the shard that they are, or ``slices.compiling.HOST_ONLY``: they never go to storage.
-        begin: First byte.
-        raw: Their header, as in a shard.
+        kind: Of the shard with these slices, or ``slices.compiling.HOST_ONLY`` if they never go to storage.
+        begin: First byte in the slot.
+        raw: Header of the slices, as in a shard.
     """
 
     kind: str
@@ -114,7 +114,7 @@ class SlotPart:
     raw: bytes
 
     def header(self, path: str) -> ShardHeader:
-        """Decodes ``raw``, once: who verifies a slot and who reads it ask for the same.
+        """Returns ``raw`` decoded. The result is cached, since a slot is first verified and then read.
 
         Args:
             path: For messages.
@@ -129,12 +129,12 @@ class SlotPart:
 
 
 def encoded(contents: Contents, facts: Facts, full: Fragment | None = None) -> dict[str, Any]:
-    """Returns what a document tells of a snapshot.
+    """Returns the fields of a document for a snapshot.
 
     Args:
-        contents: ``gradients``, where those bring all others than ``full`` to the step, may be left out.
+        contents: Of the snapshot. Its ``gradients`` may be left out if they are of all operators but ``full``.
         facts: Of its step.
-        full: ``contents.full``, if they are encoded already.
+        full: ``contents.full``, if it was encoded already.
     """
     groups = () if contents.groups is None else contents.groups.groups
     return {
@@ -159,7 +159,7 @@ def encoded(contents: Contents, facts: Facts, full: Fragment | None = None) -> d
 
 
 def decoded(body: Mapping[str, Any]) -> tuple[Contents, Facts]:
-    """Returns what ``encoded`` was given, of a document that fits the schema. Groups come without operators."""
+    """Returns the arguments of ``encoded``, from a document that fits the schema. Groups have no operators."""
     contents, facts = body["contents"], body["facts"]
     window, groups = contents["window"], tuple(map(tuple, contents["groups"]))
     lost, counted = (
@@ -185,20 +185,20 @@ class SlotHeader:
     """The header of one slot (see the module).
 
     Attributes:
-        identity: Names the snapshot.
-        rank: Whose share it is.
+        identity: Of the snapshot.
+        rank: Rank of the share.
         world_size: Ranks of that life.
-        nbytes: Of the slot.
-        freshness: What its checksums showed beside those of the rank's slot before (``ledger.freshness``).
-        contents: What the snapshot holds, as far as readers need it.
+        nbytes: Size of the slot.
+        freshness: Result of comparing its checksums with those of the rank's slot before (``ledger.freshness``).
+        contents: Of the snapshot, as far as readers need them.
         facts: Of its step.
         state: The rank's state file.
-        parts: What lies in the slot.
-        sent: It is a copy of what its rank sent to peers, which is not all of the rank's share.
-        only: ``STATE``, ``TENSORS`` or ``GRADIENTS`` where it is not all; else empty.
-        sealer: The rank that sealed its own or another's share where training may stop; None if the snapshot was due.
-        beside: Places in ``contents.groups`` of the slots of ``GRADIENTS`` that were sealed with this one.
-        place: Of ``GRADIENTS``, which of these it is.
+        parts: Slices of the slot.
+        sent: A copy of the part of its rank's share that went to peers, which is not all.
+        only: ``STATE``, ``TENSORS`` or ``GRADIENTS`` if the slot is not all of the share; else empty.
+        sealer: Rank that sealed its own or another's share because training may stop; None if the snapshot was due.
+        beside: Numbers in ``contents.groups`` of the slots of ``GRADIENTS`` that were sealed with this one.
+        place: Number of a slot of ``GRADIENTS`` among these.
     """
 
     identity: Step
@@ -221,7 +221,7 @@ class SlotHeader:
         return self.identity.step
 
     def slices(self, part: SlotPart, path: str) -> tuple[SliceEntry, ...]:
-        """The slices of one part, with checksums.
+        """Returns the slices of one part, with checksums.
 
         Args:
             path: For messages.
@@ -243,7 +243,7 @@ _AS_THEY_ARE = ("rank", "world_size", "nbytes", "freshness", "sent", "only", "se
 
 
 def encode_slot(header: SlotHeader, full: Fragment | None = None) -> bytes:
-    """The bytes of the header's file.
+    """Returns the bytes of the header's file.
 
     Args:
         header: Of the slot.
@@ -274,13 +274,13 @@ def _piece(raw: bytes) -> dict[str, Any]:
 
 
 def decode_slot(raw: bytes, path: str) -> SlotHeader:
-    """Returns the header that ``encode_slot`` was given.
+    """Decodes the result of ``encode_slot``.
 
     Args:
         path: For messages.
 
     Raises:
-        DamagedError: It is not as it was written, or of another format.
+        DamagedError: The bytes are not as they were written, or of another format.
     """
     end = _LENGTH_NBYTES + int.from_bytes(raw[:_LENGTH_NBYTES], "little")
     if not _LENGTH_NBYTES < end <= min(len(raw), MAX_SEALED_BYTES):

@@ -1,8 +1,8 @@
 """Plain training state as JSON: dicts, lists, tuples, numbers, strings, bytes, tensors; nothing else.
 
-JSON has no tuples, bytes, non-string keys, NaN or tensors, so those are tagged. Tensors and arrays are
-not written into the JSON: they are handed back by name, to be stored as slices of a shard. Reading builds
-builtins and tensors only; no class is ever looked up by name.
+JSON has no tuples, bytes, non-string keys, NaN or tensors, so that these have tags. Tensors and arrays are not in the
+JSON: they are returned by name, and become slices of a shard. Reading makes builtins and tensors only, and never looks
+up a class by name.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from moe_ckpt.format.sealed import FixedStrings, Fragment, nesting
 
 _TAG = "$"
 _MOST_DEPTH = MOST_DEPTH - 2
-"""A state file's own levels count as well."""
+"""Without the levels of a state file itself."""
 _ARRAYS = {
     name: np.dtype(name)
     for name in (
@@ -75,7 +75,7 @@ def decode_tree(value: Any, tensor: Callable[[str], torch.Tensor]) -> Any:
 
 
 def _encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
-    kind = type(value)  # of nearly all values one of these; asking for derived types first takes most of the time
+    kind = type(value)  # nearly all values have exactly one of these types, and isinstance takes longer
     if kind in _THEMSELVES or (kind is float and math.isfinite(value)):
         return value
     if kind is dict:
@@ -88,7 +88,7 @@ def _encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
 
 
 def _encode_derived(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
-    """What is of a type derived from these, or a tensor."""
+    """Encodes a tensor, or a value of a derived type."""
     if isinstance(value, torch.Tensor) and not is_traceable_wrapper_subclass(value):
         if value.layout is not torch.strided:
             raise UnencodableStateError(path or "/", f"tensor of layout {value.layout}")
@@ -123,7 +123,7 @@ def _encode_items(
     path: str,
     tensors: dict[str, torch.Tensor],
 ) -> list[Any]:
-    """Long lists are of numbers (token counts, states of generators), which are taken as they are, not one by one."""
+    """Encodes items. Long lists have numbers (token counts, states of generators), which are taken as they are."""
     kinds = set(map(type, value))
     if kinds <= _THEMSELVES or (kinds == {float} and all(map(math.isfinite, value))):
         return list(value)
@@ -141,7 +141,7 @@ def _encode_array(value: np.ndarray, path: str, tensors: dict[str, torch.Tensor]
 
 
 def _store(tensor: torch.Tensor, path: str, tensors: dict[str, torch.Tensor]) -> str:
-    """Keep the tensor under ``path``, made unique: keys 1 and "1", or one with a slash, may collide."""
+    """Adds the tensor under ``path``, made unique, since keys such as 1 and "1" may collide. Returns its name."""
     while path in tensors:
         path += "'"
     tensors[path] = tensor
@@ -193,7 +193,7 @@ def _typed(value: Any, kind: type) -> Any:
 
 
 def _as_array(tensor: torch.Tensor, name: str) -> np.ndarray:
-    """The numpy array that was stored as ``tensor``. Unsigned integers lie there as signed ones of the same width."""
+    """Returns the numpy array that was stored as ``tensor``; unsigned integers were stored as signed ones."""
     array, dtype = tensor.numpy(), _ARRAYS.get(name)
     if dtype is None or dtype.itemsize != array.dtype.itemsize:
         raise TypeError(f"a tensor of {tensor.dtype} is no numpy array of {shown(name)}")

@@ -48,29 +48,14 @@ if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 
-class _Unranked(Checkpoint):
-    """A checkpoint callback without a "best" model, with the attributes that loggers read."""
-
-    every_n_train_steps = 1
-    save_top_k = -1
-    best_model_path = ""
-    best_model_score: torch.Tensor | None = None
-    current_score: torch.Tensor | None = None
-    kth_best_model_path = ""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.best_k_models: dict[str, torch.Tensor] = {}
-
-
-class MoECheckpoint(_Unranked):
+class MoECheckpoint(Checkpoint):
     """Checkpoints a Mixture-of-Experts model while it trains, and resumes automatically after a failure.
 
     ``Trainer(callbacks=[MoECheckpoint(policy=MoC(k=1), dirpath="checkpoints")])`` is all that is needed. It does not
     monitor metrics: add a ``ModelCheckpoint`` to keep the best model.
 
     Args:
-        policy: What is saved when; see ``moe_ckpt.policies``. None: ``CheckFreq()``.
+        policy: Decides what is saved at which step; see ``moe_ckpt.policies``. None: ``CheckFreq()``.
         dirpath: The store, a directory that all ranks see, or an fsspec URL. One run per store.
         **options: See ``moe_ckpt.run.options.Options``, which checks them. ``resume`` matters only where
             ``fit(ckpt_path=...)`` is not given.
@@ -87,6 +72,12 @@ class MoECheckpoint(_Unranked):
     """
 
     state_key = STATE_KEY
+    # Loggers read these from any checkpoint callback. There is no "best" model here.
+    every_n_train_steps = 1
+    save_top_k = -1
+    best_model_path = kth_best_model_path = ""
+    best_model_score: torch.Tensor | None = None
+    current_score: torch.Tensor | None = None
 
     def __init__(
         self,
@@ -95,6 +86,7 @@ class MoECheckpoint(_Unranked):
         **options: Unpack[OptionValues],
     ) -> None:
         super().__init__()
+        self.best_k_models: dict[str, torch.Tensor] = {}
         self.options = make_options("MoECheckpoint", policy, dirpath, options)
         if self.options.memory is not None and self.options.memory.upstream_bytes is not None:
             raise ConfigError(

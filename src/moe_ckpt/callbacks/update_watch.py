@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Callable
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import Checkpoint, WeightAveraging
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from torch.utils.hooks import RemovableHandle
 
 from moe_ckpt.callbacks.compat import call_callback_hooks, call_module_hook
 from moe_ckpt.errors import ConfigError
@@ -61,7 +60,7 @@ class UpdateWatch:
         self._rates: list[Any] = []
         self._updates = self._booked = 0
         self._global_step = self._applied = 0
-        self._hooks: list[RemovableHandle] = []
+        self._undo = ExitStack()
         self._module_hook = is_overridden(_HOOK, module)
         theirs, had = getattr(module, _HOOK), vars(module).get(_HOOK)
 
@@ -70,11 +69,9 @@ class UpdateWatch:
             fit.after_batch()
 
         setattr(module, _HOOK, on_train_batch_end)
-        self._restore: Callable[[], None] = lambda: (
-            delattr(module, _HOOK) if had is None else setattr(module, _HOOK, had)
-        )
+        self._undo.callback(lambda: delattr(module, _HOOK) if had is None else setattr(module, _HOOK, had))
         for optimizer in trainer.optimizers:
-            self._hooks.append(optimizer.register_step_post_hook(stopwatch.around(self._count)))
+            self._undo.callback(optimizer.register_step_post_hook(stopwatch.around(self._count)).remove)
             # The raw optimizer bypasses Lightning's hook. Under automatic optimization this hook runs before the
             # forward pass, which is in the closure, and a join there would stall training.
             bypassed = not module.automatic_optimization
@@ -83,7 +80,7 @@ class UpdateWatch:
                 if bypassed or fit.is_searching():
                     fit.before_bypassing()
 
-            self._hooks.append(optimizer.register_step_pre_hook(stopwatch.around(begins)))
+            self._undo.callback(optimizer.register_step_pre_hook(stopwatch.around(begins)).remove)
 
     def begin(self, global_step: int) -> None:
         """Training begins at ``trainer.global_step``. Updates made before, to return to it, do not count."""
@@ -186,11 +183,7 @@ class UpdateWatch:
 
     def close(self) -> None:
         """Removes the hooks. Safe to call twice."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks.clear()
-        self._restore()
-        self._restore = lambda: None
+        self._undo.close()
 
 
 def _is_asked(owner: Any) -> bool:

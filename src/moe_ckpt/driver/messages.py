@@ -123,7 +123,12 @@ class Messages:
         say("resumed at %s: %s (%sPLT %s)%s", where, lost, portion, f"{plt:.2%}", besides)
 
     def uncounted(self, step: int, updates: int) -> None:
-        """Optimizers step, and nobody counts the steps."""
+        """Warns that optimizers step, but ``after_step`` is not called.
+
+        Args:
+            step: The newest one that was counted.
+            updates: Calls of ``optimizer.step`` since.
+        """
         self._warn(
             "optimizers stepped %d times since step %d, and after_step(%d) was not called: nothing is saved. Call "
             "after_step once per step, after optimizer and schedulers",
@@ -131,7 +136,7 @@ class Messages:
         )
 
     def no_position(self) -> None:
-        """A restart will not know which data were trained on."""
+        """Says that a restart will not know which data were trained on."""
         self._announce(
             "a restart will draw its data from where the loop begins: nothing in stateful= has a position in the data, "
             "and after_step gets no counters. Give a StatefulDataLoader or a RecoverableDistributedSampler, unless the "

@@ -23,7 +23,7 @@ from moe_ckpt.driver.run import CLOSE_SECS
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.megatron.checkpoint import MegatronCheckpoint, megatron_options
 from moe_ckpt.megatron.loop import Progress
-from moe_ckpt.megatron.script import calculator, counters_of, give_generators, rerun_machine, set_counters
+from moe_ckpt.megatron.script import calculator, counters_of, discard_tokens_of_reruns, give_generators, set_counters
 from moe_ckpt.megatron.world import is_rank_zero
 from moe_ckpt.notices import announce
 from moe_ckpt.policies.base import Policy
@@ -49,7 +49,7 @@ class MoECheckpointCallback:
     newest iteration.
 
     Args:
-        policy: What is saved when; None: ``CheckFreq()``.
+        policy: Decides what is saved at which step. None: ``CheckFreq()``.
         dirpath: The store, a directory that all ranks see, or an fsspec URL. One run per store.
         stateful: As of ``megatron.attach``.
         **options: See ``moe_ckpt.run.options.Options``.
@@ -101,7 +101,7 @@ class MoECheckpointCallback:
         set_counters(position, progress)
         operations = vars(position).pop("num_floating_point_operations_so_far", 0)  # Bridge's name is another
         position.floating_point_operations_so_far = operations
-        _discard_tokens_of_reruns(ckpt)
+        discard_tokens_of_reruns(ckpt)
         _enclose_next_call(LOADERS, "build_train_valid_test_data_loaders", self._build_loaders)
         _enclose_next_call(PRETRAIN, "train", self._run)  # its exits and errors fire no event
 
@@ -192,20 +192,6 @@ def _is_validated(validation: Any, iteration: int, *, is_on: bool) -> bool:
     begins_at = validation.start_eval_at_iter
     is_due = bool(validation.eval_interval) and iteration % validation.eval_interval == 0
     return is_on and is_due and (begins_at is None or iteration >= begins_at)
-
-
-def _discard_tokens_of_reruns(ckpt: MegatronCheckpoint) -> None:
-    """Makes tokens count once if Megatron's rerun machine repeats a forward pass."""
-    machine = rerun_machine()
-    asked = type(machine).should_run_forward_backward.__get__(machine)
-
-    def should_run(data_iterator: Any) -> bool:
-        runs: bool = asked(data_iterator)
-        if runs:
-            ckpt.discard_tokens()
-        return runs
-
-    machine.should_run_forward_backward = should_run
 
 
 def _is_raised_by(code: CodeType, trace: TracebackType | None) -> bool:

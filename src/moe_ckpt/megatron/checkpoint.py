@@ -52,7 +52,7 @@ def attach(
             not.
         optimizer: The optimizer that ``get_megatron_optimizer`` made for these chunks.
         scheduler: The ``OptimizerParamScheduler``, or any object with ``state_dict`` and ``load_state_dict``.
-        policy: What is saved when; None: ``CheckFreq()``.
+        policy: Decides what is saved at which step. None: ``CheckFreq()``.
         dirpath: The store, a directory that all ranks see, or an fsspec URL. One run per store.
         stateful: Further objects to save, by name, such as a data loader: plain data and tensors only.
         **options: See ``moe_ckpt.run.options.Options``. ``resume="never"`` starts with the model as it is.

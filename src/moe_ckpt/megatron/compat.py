@@ -9,9 +9,8 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import lru_cache
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ CLASSES = {
     "distributed_optimizer": (_DISTRIBUTED, "DistributedOptimizer"),
     "chained_optimizer": (OPTIMIZER, "ChainedOptimizer"),
 }
-"""Name in ``MegatronCore`` -> (module, name in it)."""
+"""Attribute of ``megatron_core()`` -> (module, name in it)."""
 HOOK_POINTS: tuple[tuple[str, str], ...] = (
     *CLASSES.values(),
     (_DISTRIBUTED, "DistributedOptimizer._get_model_param_range_map"),
@@ -48,27 +47,12 @@ HOOK_POINTS: tuple[tuple[str, str], ...] = (
 """(module, name in it)."""
 
 
-@dataclass(frozen=True)
-class MegatronCore:
-    """Classes and modules of the installed Megatron-Core."""
-
-    version: str
-    parallel_state: Any
-    moe_layer: type
-    optimizer: type
-    fp32_optimizer: type
-    float16_optimizer: type
-    distributed_optimizer: type
-    chained_optimizer: type
-
-    def rng_tracker(self) -> Any:
-        """Returns the tracker of model-parallel random number generators."""
-        return importlib.import_module("megatron.core.tensor_parallel.random").get_cuda_rng_tracker()
-
-
 @lru_cache(maxsize=1)
-def megatron_core() -> MegatronCore:
+def megatron_core() -> SimpleNamespace:
     """Imports Megatron-Core. Not done at import of this package, whose pure parts work without it.
+
+    Returns:
+        Its ``version``, its module ``parallel_state``, and the classes of ``CLASSES``.
 
     Raises:
         MissingPackageError: It is not installed.
@@ -80,11 +64,16 @@ def megatron_core() -> MegatronCore:
         raise MissingPackageError("megatron-core", "moe_ckpt.megatron", "megatron") from error
     for module, name in HOOK_POINTS:
         look_up(module, name)
-    return MegatronCore(
+    return SimpleNamespace(
         version=version(),
         parallel_state=importlib.import_module("megatron.core.parallel_state"),
         **{name: look_up(*source) for name, source in CLASSES.items()},
     )
+
+
+def rng_tracker() -> Any:
+    """Returns the tracker of model-parallel random number generators."""
+    return look_up("megatron.core.tensor_parallel.random", "get_cuda_rng_tracker")()
 
 
 def version() -> str:

@@ -18,7 +18,7 @@ from moe_ckpt.errors import ConfigError, OtherLayoutError
 from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.interop.weights import LoadedWeights
 from moe_ckpt.interop.whole import all_buffers
-from moe_ckpt.megatron.compat import changed, megatron_core
+from moe_ckpt.megatron.compat import changed, rng_tracker
 from moe_ckpt.megatron.inventory import ModelInventory, architecture
 from moe_ckpt.megatron.loop import Loop, Progress
 from moe_ckpt.megatron.optimizers import SCHEDULER, changes, configured, write_settings
@@ -183,7 +183,7 @@ def _differing(saved: Mapping[str, Any], now: Mapping[str, Any], text: str) -> l
 
 def capture_generators() -> dict[str, Any]:
     """Returns the states of Python's, numpy's and torch's generators, and of Megatron's tracker."""
-    tracker = megatron_core().rng_tracker()
+    tracker = rng_tracker()
     states = {  # trackers for CUDA graphs hold generators instead
         name: state.get_state() if isinstance(state, torch.Generator) else state
         for name, state in tracker.get_states().items()
@@ -194,7 +194,7 @@ def capture_generators() -> dict[str, Any]:
 def restore_generators(stored: Mapping[str, Any]) -> None:
     """Restores what ``capture_generators`` returned."""
     restore_rng(stored)
-    tracker = megatron_core().rng_tracker()
+    tracker = rng_tracker()
     states = tracker.get_states()
     for name, state in stored["tracker"].items():
         if isinstance(states.get(name), torch.Generator):
@@ -206,11 +206,11 @@ def restore_generators(stored: Mapping[str, Any]) -> None:
 
 @contextmanager
 def unmoved_by_captures() -> Iterator[None]:
-    """Within the block, puts the generators back whenever Megatron-Core has captured CUDA graphs.
+    """Restores the generators after each capture of CUDA graphs by Megatron-Core within the block.
 
-    Before it captures modules, it runs them on samples, where dropout draws numbers. A resumed run captures at another
-    iteration than the run that it continues, so those numbers must not be missing in training. (Transformer Engine puts
-    generators back by itself, ``cuda_graph_impl="local"`` does not.) What a capture itself draws moves no generator.
+    Before Megatron-Core captures modules, it runs them on samples, where dropout draws numbers. A resumed run captures
+    at another iteration than the run that it continues, so those numbers must not be missing in training. (Transformer
+    Engine restores generators itself, ``cuda_graph_impl="local"`` does not.) The capture itself moves no generator.
 
     ``restore_generators`` reaches graphs that exist: each reads, at a replay, the state of the generators that it was
     captured with, and ``set_state`` changes that very state.

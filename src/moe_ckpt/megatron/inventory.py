@@ -75,10 +75,6 @@ class Sharding:
     rank: int
     size: int
 
-    @classmethod
-    def within(cls, group: Any) -> Sharding:
-        return cls(group.rank(), group.size())
-
 
 @dataclass(frozen=True)
 class ModelInventory:
@@ -258,8 +254,8 @@ class _Chunk:
         core = megatron_core()
         state = core.parallel_state
         self._model, self._unread = model, unread
-        self._dense = Sharding.within(state.get_tensor_model_parallel_group())
-        self._expert = Sharding.within(state.get_expert_tensor_parallel_group())
+        groups = state.get_tensor_model_parallel_group(), state.get_expert_tensor_parallel_group()
+        self._dense, self._expert = (Sharding(group.rank(), group.size()) for group in groups)
         self._modules = dict(model.named_modules())
         self._renamed = {
             name: re.sub(r"\d+$", str(number - 1), name)  # of the whole model; Megatron counts from 1

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
@@ -147,7 +147,7 @@ class StepWatch:
         self._open = True
         self.updated: bool | None = None
         self._steps = 0
-        self._handles: list[RemovableHandle] = []
+        self._hooks = ExitStack()
         self._wrapper = self._stepping
         optimizer.step = self._wrapper
 
@@ -188,8 +188,8 @@ class StepWatch:
 
         counted = self._stopwatch.around
         for leaf in leaves(self._optimizer):
-            self._handles.append(leaf.optimizer.register_step_pre_hook(counted(begins)))
-            self._handles.append(leaf.optimizer.register_step_post_hook(counted(ends)))
+            self._hooks.callback(leaf.optimizer.register_step_pre_hook(counted(begins)).remove)
+            self._hooks.callback(leaf.optimizer.register_step_post_hook(counted(ends)).remove)
 
     def _end_alone(self) -> None:
         """Completes a step that raised, unless an inner optimizer was in the middle of its own."""
@@ -207,8 +207,7 @@ class StepWatch:
     def close(self) -> None:
         """Removes the wrapper. May be called twice."""
         self._open = False
-        while self._handles:
-            self._handles.pop().remove()
+        self._hooks.close()
         if vars(self._optimizer).get("step") is self._wrapper:
             if self._replaced is None:
                 del self._optimizer.step
@@ -223,7 +222,7 @@ class FirstForward:
         self._modules = {id(module) for chunk in chunks for module in chunk.modules()}
         self._call = call
         # Until then a hook of all modules, because some schedules never call the forward of a chunk.
-        self._handle: torch.utils.hooks.RemovableHandle | None = register_module_forward_pre_hook(self._before)
+        self._handle: RemovableHandle | None = register_module_forward_pre_hook(self._before)
 
     def _before(self, module: nn.Module, args: tuple[Any, ...]) -> None:
         if self._handle is not None and module.training and id(module) in self._modules and not runs_on_samples():

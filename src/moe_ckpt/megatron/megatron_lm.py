@@ -7,8 +7,7 @@ other by name, so some of them are replaced by functions that call the original 
                                           are built from them
     build_train_valid_test_data_loaders   give loaders their own generators, so that making iterators does not draw
                                           from training's
-    train_step, dummy_train_step          begin training before the first; count the tokens of a rerun forward pass
-                                          once; record an iteration without an update
+    train_step, dummy_train_step          begin training before the first; record an iteration without an update
     evaluate_and_print_results            an iteration that stops in it is sealed as of before; with an upstream log it
                                           is no part of an iteration, and not made again
     checkpoint_and_decide_exit            after_step, when the iteration is counted and validated; no more than that
@@ -42,6 +41,7 @@ from moe_ckpt.megatron.script import (
     StartedIteration,
     can_draw_batches,
     counters_of,
+    discard_tokens_of_reruns,
     draw_batches,
     give_generators,
     require_trainable,
@@ -66,7 +66,7 @@ REPLACED: Mapping[str, tuple[str, tuple[str, ...]]] = {
     "setup_model_and_optimizer": ("pretrain", ()),
     "train": ("pretrain", (*USED_OF_TRAIN, "non_loss_data_func")),
     "build_train_valid_test_data_loaders": ("build_train_valid_test_data_iterators", ()),
-    "train_step": ("train", ("forward_backward_func", "opt_param_scheduler")),
+    "train_step": ("train", ("opt_param_scheduler",)),
     "dummy_train_step": ("train", ()),
     "evaluate_and_print_results": ("train", ("data_iterator",)),
     "checkpoint_and_decide_exit": ("train", ("iteration", "num_floating_point_operations_so_far")),
@@ -81,6 +81,7 @@ USED = (
     ("megatron.core.num_microbatches_calculator", "get_num_microbatches"),
     ("megatron.core.num_microbatches_calculator", "update_num_microbatches"),
     ("megatron.core.rerun_state_machine", "get_rerun_state_machine"),
+    ("megatron.core.rerun_state_machine", "RerunStateMachine.should_run_forward_backward"),
 )
 
 _TRACKER = "latest_checkpointed_iteration.txt"
@@ -255,6 +256,7 @@ class MegatronLM:
         self.checkpoint = MegatronCheckpoint(
             self.options, model, optimizer, scheduler, self._stateful, self._count_update
         )
+        discard_tokens_of_reruns(self.checkpoint)
         progress = self.checkpoint.resume(
             functools.partial(self._progress_of_load, settings) if settings.iteration else None
         )
@@ -348,18 +350,8 @@ class MegatronLM:
             ckpt.upstream.boundary.begin()
         self._late_validation.run(ckpt, self._args, self._evaluate_and_print_results)
         with ckpt.stopwatch:
-            name, arguments = "forward_backward_func", self._bound("train_step", args, kwargs).arguments
-            inner = arguments[name]
-            self._iteration = StartedIteration(ckpt, self._args, self._training, arguments["opt_param_scheduler"])
-
-        def forward_backward(*args: Any, **kwargs: Any) -> Any:
-            ckpt.discard_tokens()
-            return inner(*args, **kwargs)
-
-        if name in kwargs:
-            kwargs[name] = forward_backward
-        else:
-            args = tuple(forward_backward if argument is inner else argument for argument in args)
+            scheduler = self._bound("train_step", args, kwargs).arguments["opt_param_scheduler"]
+            self._iteration = StartedIteration(ckpt, self._args, self._training, scheduler)
         result = self._original["train_step"](*args, **kwargs)
         if not isinstance(result, tuple) or len(result) < 4:
             raise unknown_release(

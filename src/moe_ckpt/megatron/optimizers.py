@@ -46,7 +46,7 @@ MASTER = "fp32_param"
 _Kind = tuple[tuple[str, Any], ...]
 
 SCHEDULER = "scheduler"
-"""Name of the scheduler among what is saved beside model and optimizer."""
+"""Name of the scheduler among the stateful objects of a checkpoint."""
 EXPERT = "is_expert_parallel"
 _EXPERT_FLAGS = {(EXPERT, False), (EXPERT, True)}
 _NOT_OURS = IMPLEMENTATION_FLAGS | {"params", STEP}

@@ -18,7 +18,7 @@ in training without sequence parallelism (moe_layer.py:379), with which the hidd
 rank's part of the sequence: nothing gathers them before routing (moe_layer.py:252), the dispatchers do afterwards. So
 the sum over all ranks that hold a layer (tensor, context and data parallel ones) counts each token once.
 
-CUDA graphs replay what was captured of a router and run no hooks, so the hooks add to tables on the device that live as
+CUDA graphs replay captured kernels and run no hooks, so the hooks add to tables on the device that live as
 long as the counter: the additions are captured with the router. What passes must not count is told in two ways:
 
 * While Megatron-Core captures (``is_graph_capturing``), passes before a capture, on samples, run eagerly and count

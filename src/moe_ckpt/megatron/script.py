@@ -136,6 +136,20 @@ def rerun_machine() -> Any:
     return importlib.import_module("megatron.core.rerun_state_machine").get_rerun_state_machine()
 
 
+def discard_tokens_of_reruns(ckpt: MegatronCheckpoint) -> None:
+    """Makes tokens count once if Megatron's rerun machine repeats a forward pass."""
+    machine = rerun_machine()
+    asked = type(machine).should_run_forward_backward.__get__(machine)
+
+    def should_run(data_iterator: Any) -> bool:
+        runs: bool = asked(data_iterator)
+        if runs:
+            ckpt.discard_tokens()
+        return runs
+
+    machine.should_run_forward_backward = should_run
+
+
 def flat(value: Any) -> Iterator[Any]:
     """Yields the members of nested lists and tuples."""
     if isinstance(value, (list, tuple)):

@@ -35,7 +35,7 @@ from torch import nn
 
 from moe_ckpt.driver.host import Stateful
 from moe_ckpt.errors import ConfigError, MissingPackageError, UnsupportedError
-from moe_ckpt.megatron.compat import look_up, megatron_core
+from moe_ckpt.megatron.compat import look_up, megatron_core, rng_tracker
 from moe_ckpt.megatron.host import capture_generators, restore_generators
 from moe_ckpt.megatron.inventory import chunks_of, require_halves, unwrapped
 from moe_ckpt.megatron.loop import Progress
@@ -285,13 +285,12 @@ def _filled_cells() -> tuple[Any, Any]:
     """Returns our cell and Megatron's, with the states of the random number generators."""
     ours, *others = _cells()
     megatrons = others[megatron_core().parallel_state.get_expert_model_parallel_world_size() > 1]
-    tracker = megatron_core().rng_tracker()
     state = {
         "random_rng_state": random.getstate(),
         "np_rng_state": np.random.get_state(),
         "torch_rng_state": torch.get_rng_state(),
         "cuda_rng_state": torch.cuda.get_rng_state(),
-        "rng_tracker_states": tracker.get_states(),
+        "rng_tracker_states": rng_tracker().get_states(),
     }
     ours.data, megatrons.data = capture_generators(), [state]
     return ours, megatrons
@@ -306,7 +305,7 @@ def _restore(key: str, stored: Any) -> None:
     np.random.set_state(state["np_rng_state"])
     torch.set_rng_state(state["torch_rng_state"])
     torch.cuda.set_rng_state(state["cuda_rng_state"])
-    megatron_core().rng_tracker().set_states(state["rng_tracker_states"])
+    rng_tracker().set_states(state["rng_tracker_states"])
 
 
 _TORCH_ADAM = (torch.optim.Adam, torch.optim.AdamW)

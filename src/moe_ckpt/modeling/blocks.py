@@ -76,12 +76,11 @@ def own_rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 _BLOCK = "moe_ckpt.block"
-"""Key of a block in the mapping that stands for a DTensor in plain state."""
+"""Key of this rank's block in the mapping that replaces a DTensor in plain state."""
 
 
 def with_blocks(state: Any) -> Any:
-    """Returns plain state in which a mapping with this rank's block stands for each DTensor, such as those of a moving
-    average of FSDP2's parameters."""
+    """Replaces each DTensor in plain state, such as a moving average of FSDP2's parameters, by this rank's block."""
     if isinstance(state, Mapping):
         return {key: with_blocks(value) for key, value in state.items()}
     if type(state) in (list, tuple):
@@ -91,7 +90,7 @@ def with_blocks(state: Any) -> Any:
 
 
 def has_blocks(state: Any) -> bool:
-    """Returns whether ``with_blocks`` met a DTensor."""
+    """Returns whether ``with_blocks`` has replaced a DTensor in ``state``."""
     if isinstance(state, Mapping):
         return _BLOCK in state or any(map(has_blocks, state.values()))
     return isinstance(state, (list, tuple)) and any(map(has_blocks, state))
@@ -101,12 +100,12 @@ def without_blocks(state: Any, here: Any, name: str) -> Any:
     """Inverts ``with_blocks``.
 
     Args:
-        state: As a rank of the same number saved it.
+        state: Saved by the rank of the same number.
         here: The state of the same object in this process, whose DTensors must have the same layout.
         name: Of the object, for messages.
 
     Raises:
-        ConfigError: A DTensor has another shape or block here, or is none.
+        ConfigError: A DTensor has another shape or block here, or is not a DTensor.
     """
     if isinstance(state, dict) and _BLOCK in state:
         return _dtensor_like(here, state[_BLOCK], state["shape"], name)

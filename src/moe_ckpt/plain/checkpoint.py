@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,7 +51,7 @@ def attach(
     Args:
         model: The model: as it is, in ``DistributedDataParallel``, sharded by ``fully_shard`` (FSDP2), compiled or not.
         optimizers: All torch optimizers that update it.
-        policy: What is saved when; None: ``CheckFreq()``.
+        policy: Decides what is saved at which step. None: ``CheckFreq()``.
         dirpath: The store, a directory that all ranks see, or an fsspec URL. One run per store.
         stateful: Objects that are saved besides, by name: schedulers, a gradient scaler, a data loader with
             ``state_dict`` (torchdata's ``StatefulDataLoader``). Plain data and tensors only.
@@ -117,11 +118,11 @@ class PlainCheckpoint(AttachedCheckpoint):
         self._updates = self._applied = 0  # since the newest step; applied: not skipped because of an overflow
         self._optimizers, self._stepped = len(optimizers), set[int]()
         self._has_position = not all(isinstance(target, _WITHOUT_POSITION) for target in stateful.values())
-        self._undo: list[Callable[[], None]] = []
+        self._undo = ExitStack()
         for optimizer in optimizers:
             before, after = map(self.stopwatch.around, (self._before_update, self._updated))
-            self._undo.append(optimizer.register_step_pre_hook(before).remove)
-            self._undo.append(optimizer.register_step_post_hook(after).remove)
+            self._undo.callback(optimizer.register_step_pre_hook(before).remove)
+            self._undo.callback(optimizer.register_step_post_hook(after).remove)
 
     # --- once, before training ---
 
@@ -183,7 +184,7 @@ class PlainCheckpoint(AttachedCheckpoint):
             return iterator
 
         loader._get_iterator = first  # type: ignore[method-assign]
-        self._undo.append(lambda: loader.__dict__.pop("_get_iterator", None))
+        self._undo.callback(lambda: loader.__dict__.pop("_get_iterator", None))
 
     # --- every step ---
 
@@ -251,8 +252,7 @@ class PlainCheckpoint(AttachedCheckpoint):
 
     def _release(self) -> None:
         self._counter.close()
-        while self._undo:
-            self._undo.pop()()
+        self._undo.close()
 
 
 def _require_usable(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:

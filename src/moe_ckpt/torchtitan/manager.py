@@ -69,7 +69,7 @@ class CheckpointManager(BaseCheckpointManager):
             folder: The store: a directory in ``dump_folder``, another one that all ranks see, or an fsspec URL.
             interval: Steps between reports of their position by workers of the data loader. A restart loads the batches
                 since the last report again. The policy decides which steps are saved.
-            policy: What is saved when; None: ``CheckFreq()``.
+            policy: Decides what is saved at which step. None: ``CheckFreq()``.
             resume, save_last, retention, host_memory_bytes, budget_fraction, memory, when_busy, timeout_secs, profile,
                 weights_from, state_from, on_read_error, access, checksum_threads: See ``moe_ckpt.run.options.Options``.
         """

@@ -29,7 +29,7 @@ class MoECheckpointCallback(TrainerCallback):
     metric is restored, too; ``state.log_history`` is not.
 
     Args:
-        policy: What is saved when; None: ``CheckFreq()``.
+        policy: Decides what is saved at which step. None: ``CheckFreq()``.
         dirpath: The store, a directory that all ranks see, or an fsspec URL. One run per store.
         **options: See ``moe_ckpt.run.options.Options``.
 

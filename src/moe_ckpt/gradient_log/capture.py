@@ -1,8 +1,8 @@
-"""Captures what torch optimizers consume, wherever ``step`` is called from.
+"""Captures the gradients that torch optimizers consume, whatever code calls ``step``.
 
-A hook before ``step`` sees final gradients, unless ``step`` is given a closure that computes them (Lightning's
-automatic optimization): then the closure is wrapped, and the gradients are seen when it returns. Nothing runs where the
-loss scaler leaves ``step`` out.
+A hook before ``step`` sees final gradients, unless ``step`` gets a closure that computes them (Lightning's automatic
+optimization): then the closure is wrapped, and the gradients are captured when it returns. If the loss scaler skips
+``step``, nothing runs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from moe_ckpt.slices.copying import versions
 from moe_ckpt.stopwatch import Stopwatch
 
 Describe = Callable[[int, int, torch.Tensor], Unit]
-"""(number of the optimizer, of the param group, what is updated) -> its unit."""
+"""(number of the optimizer, number of the param group, tensor that is updated) -> its unit."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,12 +39,12 @@ class ConsumedGradients:
     """Gradients that an optimizer is about to consume, as live tensors: after reduction, unscaling and clipping.
 
     Attributes:
-        update: What else the update depends on. Its tensors are copies.
-        units: Those that have a gradient.
-        gradients: One of each of ``units``; views of live memory.
-        stay: The update leaves gradients as they are, so that they may be read until ``GradientConsumer.release``. A
-            fused optimizer that is given the loss scale writes the unscaled gradients back.
-        apart: Training writes to them no more, see ``apart_from_training``.
+        update: Everything else that the update depends on. Its tensors are copies.
+        units: The units that have a gradient.
+        gradients: Gradient of each of ``units``; views of live memory.
+        stay: True if the update does not change gradients, so that they may be read until ``GradientConsumer.release``.
+            A fused optimizer that is given the loss scale writes the unscaled gradients back.
+        apart: True if training does not write to them any more, see ``apart_from_training``.
     """
 
     update: Update
@@ -59,10 +59,10 @@ class ConsumedGradients:
         object.__setattr__(self, "_versions", versions(self.gradients))
 
     def changed(self) -> tuple[str, ...]:
-        """Returns names of units whose gradients were written to since, as far as torch counts that.
+        """Returns the names of units whose gradients were written to since they were consumed, as far as torch counts.
 
-        What was read of them is not what the optimizer consumed: drop it, which leaves a gap. Not seen are writes by
-        kernels that torch does not know of, and those of a fused optimizer (see ``stay``).
+        Their values are not those that the optimizer consumed, and must not be logged. Writes of foreign kernels, and
+        those of a fused optimizer (see ``stay``), are not noticed.
         """
         written = np.flatnonzero(versions(self.gradients) != self._versions).tolist()
         return *self._changed_before, *(self.units[at].name for at in written)
@@ -70,11 +70,12 @@ class ConsumedGradients:
     def apart_from_training(self, *, dropped: bool) -> ConsumedGradients:
         """Returns the gradients in memory that training does not write to.
 
-        Copies are made on the same device, which is queued there before whatever comes next.
+        Copies are made on the same device, and queued there before any later work.
 
         Args:
-            dropped: Parameters are about to get no gradient (``set_to_none``), so that one that shares its memory with
-                nothing else stays as it is. Others may be parts of a buffer, as DDP's are, which is written to again.
+            dropped: True if parameters are about to lose their gradients (``set_to_none``). A gradient that shares its
+                memory with nothing else is then not copied. Others may be parts of a buffer that is written to again,
+                as those of DDP are.
         """
         if self.apart:
             return self
@@ -86,22 +87,21 @@ class ConsumedGradients:
 
 
 class GradientConsumer(Protocol):
-    """Takes what optimizers consume. All methods are called on the training thread, and must not wait for a device."""
+    """Gets what optimizers consume. All methods are called on the training thread, and must not wait for a device."""
 
     def consume(self, gradients: ConsumedGradients) -> None:
-        """An optimizer is about to make an update.
+        """Called when an optimizer is about to make an update.
 
-        No copy was made. Whoever keeps the tensors keeps their memory, too: at most one set of gradients beyond what
-        training holds, if all is read before the next update.
+        The tensors are no copies. A consumer that keeps them also keeps their memory: at most one set of gradients more
+        than training has, if all are read before the next update.
         """
         ...
 
     def release(self, *, dropped: bool = False) -> None:
-        """Releases gradients, for what was consumed is about to be overwritten or freed: all reading must end, or be
-        queued before that.
+        """Called before consumed gradients are overwritten or freed: all reading must end, or be queued before that.
 
         Args:
-            dropped: Parameters only lose their gradients; nothing is written to these.
+            dropped: True if parameters only lose their gradients, and nothing is written to these.
         """
         ...
 
@@ -133,10 +133,10 @@ class GradientCapture:
 
     Args:
         optimizers: torch optimizers, without wrappers.
-        describe: Called once for each tensor that they update.
-        consumer: Told of every update.
-        rounded: Type that wider gradients are rounded to before each update; None: they stay as they are.
-        stopwatch: Counts what hooks take.
+        describe: Describes each tensor that they update; called again only if param groups change.
+        consumer: Gets the gradients of every update.
+        rounded: Type to which wider gradients are rounded before each update; None: they are not rounded.
+        stopwatch: Counts the time of hooks.
 
     Raises:
         UnsupportedError: An optimizer's steps cannot be repeated from gradients.
@@ -240,7 +240,7 @@ class GradientCapture:
         return self._tensors
 
     def after_updates(self, call: Callable[[int], None]) -> None:
-        """From here on, ``call`` gets the number of each optimizer that has made an update, before other hooks run."""
+        """Calls ``call`` with the number of each optimizer that has made an update, before other hooks run."""
         for number, optimizer in enumerate(self._optimizers):
 
             def after(*_: Any, number: int = number) -> None:
@@ -249,12 +249,12 @@ class GradientCapture:
 
             handle: RemovableHandle = optimizer.register_step_post_hook(after)
             hooks = optimizer._optimizer_step_post_hooks
-            if isinstance(hooks, OrderedDict):  # what a hook of the user's writes is no part of the update
+            if isinstance(hooks, OrderedDict):  # writes of a user's hook are no part of the update
                 hooks.move_to_end(handle.id, last=False)
             self._undo.append(handle.remove)
 
     def release_before(self, owners: Iterable[Any], method: str) -> None:
-        """From here on, the consumer releases what it holds before any of ``owners`` runs its method."""
+        """Makes the consumer release gradients before any of ``owners`` runs its method."""
         for owner in owners:
             self._release_before(owner, method)
 
@@ -277,13 +277,13 @@ class GradientCapture:
         self._undo.append(undo)
 
     def close(self) -> None:
-        """Takes all hooks away. Safe to call twice."""
+        """Removes all hooks. Safe to call twice."""
         while self._undo:
             self._undo.pop()()
 
 
 def _round(gradients: Iterable[torch.Tensor], to: torch.dtype) -> None:
-    """In place, so that the optimizer consumes what is logged."""
+    """Rounds gradients in place, so that the optimizer consumes what is logged."""
     with torch.no_grad():
         for gradient in gradients:
             if gradient.is_floating_point() and gradient.element_size() > to.itemsize:
@@ -291,14 +291,14 @@ def _round(gradients: Iterable[torch.Tensor], to: torch.dtype) -> None:
 
 
 def _are_same(now: Sequence[Sequence[torch.Tensor]], before: Sequence[Sequence[torch.Tensor]]) -> bool:
-    """Whether param groups hold the very same tensors in the same order."""
+    """Returns whether param groups have the same tensor objects in the same order."""
     return list(map(len, now)) == list(map(len, before)) and all(
         map(is_, chain.from_iterable(now), chain.from_iterable(before))
     )
 
 
 def _hyperparameters(number: int, at: int, group: dict[str, Any]) -> dict[str, Any]:
-    """Returns what a param group holds beside parameters; copies of what may change in place."""
+    """Returns the hyperparameters of a param group; copies of those that may change in place."""
     settings: dict[str, Any] = {}
     for key, value in group.items():
         if key != "params":

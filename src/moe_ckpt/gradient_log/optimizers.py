@@ -1,9 +1,8 @@
-"""Optimizers that can be stepped again: which classes, and how, from anchors and consumed gradients (MoEtion,
-Algorithm 3).
+"""Repeats updates of optimizers from anchors and consumed gradients (MoEtion, Algorithm 3).
 
-The same code of the same optimizer class steps whole units, with the hyperparameters of that time. Rows that have no
-gradient, since they are anchored later, are stepped with zeros; what that makes of them is overwritten by their anchor.
-Bits come out as in training on the same kind of device, with as many threads where that is a CPU.
+The same code of the same optimizer class steps whole units, with the hyperparameters of that time. Rows without a
+gradient, which are anchored later, are stepped with zeros; their anchors overwrite the result. Results are equal in
+every bit to those of training on the same kind of device, on a CPU with the same number of threads.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ OptimizerKind = tuple[str, Sequence[Mapping[str, Any]]]
 
 
 class Coupling(enum.Enum):
-    """The state that an update of one element depends on, beside hyperparameters."""
+    """What an update of one element depends on, apart from hyperparameters."""
 
     ELEMENTS = "elements"
-    """Its own gradient and state: rows of a parameter may be anchored at different steps."""
+    """The element's own gradient and state: rows of a parameter may be anchored at different steps."""
     PARAMETERS = "parameters"
-    """Those of its whole parameter: a parameter is anchored as a whole."""
+    """Gradient and state of the whole parameter: a parameter is anchored as a whole."""
 
 
 _COUPLINGS: dict[type[Optimizer], Coupling] = {
@@ -77,10 +76,10 @@ def coupling_of(optimizer: Optimizer) -> Coupling:
 
 
 def register(kind: type[Optimizer], coupling: Coupling) -> None:
-    """Declares what the updates of a class couple. Subclasses do not inherit it.
+    """Declares what an update of an optimizer class depends on. Subclasses do not inherit it.
 
-    The class must also do the same whenever it is given the same: no random numbers, no state outside of
-    ``optimizer.state`` and ``param_groups``, and it must call a closure once, before it reads gradients.
+    Updates of the class must be deterministic: without random numbers and without state outside of ``optimizer.state``
+    and ``param_groups``. It must call a closure once, before it reads gradients.
 
     Args:
         kind: The class.
@@ -90,12 +89,10 @@ def register(kind: type[Optimizer], coupling: Coupling) -> None:
 
 
 def class_named(name: str) -> type[Optimizer]:
-    """Returns the class that ``class_name`` gave ``name``, if it is one of those known here.
-
-    Nothing is imported by a name that was stored.
+    """Returns the registered class of this ``class_name``. Nothing is imported by a name that was stored.
 
     Raises:
-        UnsupportedError: It is not known.
+        UnsupportedError: No such class is registered.
     """
     for kind in _COUPLINGS:
         if class_name(kind) == name:
@@ -108,14 +105,14 @@ def class_named(name: str) -> type[Optimizer]:
 
 @dataclass(frozen=True)
 class Update:
-    """One update by one optimizer: all that it depended on, beside state and gradients. Plain data.
+    """One update by one optimizer: everything that it depended on, except state and gradients. Plain data.
 
     Attributes:
         optimizer: Number of the optimizer.
-        groups: Hyperparameters of each param group, as they were before the update.
-        parameters: Names of the model's tensors that had a gradient; others stayed as they were.
-        grad_scale: By which the optimizer divides the gradients; None if they are not scaled.
-        found_inf: Nonzero if the optimizer is to leave the update out; None if it need not look.
+        groups: Hyperparameters of each param group before the update.
+        parameters: Names of the model's tensors that had a gradient; no others were updated.
+        grad_scale: Scale by which the optimizer divides the gradients; None if they are not scaled.
+        found_inf: Nonzero if the optimizer must skip the update; None if it does not check.
     """
 
     optimizer: int
@@ -142,16 +139,16 @@ class GradientBlock(NamedTuple):
 
 
 class OptimizerReplay:
-    """Optimizers whose units are filled from anchors and stepped with recorded gradients.
+    """Optimizers that are stepped with recorded gradients.
 
     Args:
-        optimizers: Live ones of a run, or those of ``detached``.
-        units: All that they update.
-        tensors: What is updated, of each unit.
+        optimizers: The optimizers of a run, or those of ``detached``.
+        units: All units that they update.
+        tensors: The tensor that is updated, of each unit.
 
     Attributes:
-        optimizers: As given.
-        tensors: What is updated, of each unit.
+        optimizers: The optimizers.
+        tensors: The tensor that is updated, of each unit.
         pieces: The blocks in the units.
 
     Raises:
@@ -182,11 +179,11 @@ class OptimizerReplay:
         return state
 
     def step(self, update: Update, gradients: Iterable[GradientBlock]) -> set[tuple[int, str]]:
-        """Replays one update. Returns (optimizer, name) of the units that it changed.
+        """Repeats one update. Returns (optimizer, name) of the units that it changed.
 
         Args:
-            update: What was recorded of it.
-            gradients: Blocks of the operators that are anchored already. Units of which there is none stay as they are.
+            update: The recorded update.
+            gradients: Gradients of the operators that are anchored already. Units without any are not changed.
         """
         optimizer = self.optimizers[update.optimizer]
         stepped: set[tuple[int, str]] = set()
@@ -207,7 +204,7 @@ class OptimizerReplay:
         return stepped
 
     def _gradient(self, unit: Unit) -> torch.Tensor:
-        """Returns the memory of the unit's gradient, which is zero at first; as wide as the unit, as torch demands."""
+        """Returns the unit's gradient, at first zeros. It has the unit's type, as torch demands."""
         tensor = self.tensors[unit.optimizer, unit.name]
         if tensor.grad is None:
             tensor.grad = torch.zeros_like(tensor.detach())
@@ -220,9 +217,9 @@ def detached(
     """Returns optimizers without a model, whose units hold NaN until anchors are loaded.
 
     Args:
-        kinds: Of all optimizers, by number.
-        units: Those to replay; all of a rank, or some.
-        device: Should be of the kind that trained: on another one the last bits may differ.
+        kinds: Class and param groups of all optimizers, by number.
+        units: The units to step; all of a rank, or some.
+        device: Device to step on. If it is of another kind than the one that trained, the last bits may differ.
 
     Raises:
         UnsupportedError: A class is not known here.
@@ -236,7 +233,8 @@ def detached(
         groups = []
         for at, group in enumerate(settings):
             members = [tensors[number, unit.name] for unit in units if (unit.optimizer, unit.group) == (number, at)]
-            # Each update writes its hyperparameters into what is a tensor, and what was recorded must stay.
+            # Copies, because updates write into hyperparameters that are tensors, and the recorded ones must not
+            # change.
             groups.append({**{key: copied_value(value) for key, value in group.items()}, "params": members})
         make: Any = class_named(name)
         optimizers.append(make(groups))
@@ -244,10 +242,10 @@ def detached(
 
 
 def _step_alone(optimizer: Optimizer) -> None:
-    """Makes an update, without hooks and wrappers of the run's: what was logged has passed through them already.
+    """Makes an update without the run's hooks and wrappers, which logged gradients have passed through already.
 
-    They would change gradients a second time, and count updates that no training makes. torch wraps ``step`` of each
-    class in what calls hooks, of the optimizer and of the process.
+    They would change gradients a second time, and count updates that training does not make. torch wraps ``step`` of
+    each class in a function that calls hooks of the optimizer and of the process.
     """
     step: Any = type(optimizer).step
     if getattr(step, "hooked", False):
@@ -256,7 +254,7 @@ def _step_alone(optimizer: Optimizer) -> None:
 
 
 def _set(optimizer: Optimizer, update: Update) -> None:
-    """Gives the optimizer the hyperparameters of that time, and the loss scale if it was given one."""
+    """Gives the optimizer the hyperparameters and the loss scale of an update."""
     for group, recorded in zip(optimizer.param_groups, update.groups, strict=True):
         for key, value in recorded.items():
             if key not in IMPLEMENTATION_FLAGS:
@@ -267,7 +265,7 @@ def _set(optimizer: Optimizer, update: Update) -> None:
 
 
 def copied_value(value: Any) -> Any:
-    """Returns a copy of a hyperparameter that may change in place; any other as it is."""
+    """Returns a hyperparameter; a copy if it may change in place."""
     if isinstance(value, torch.Tensor):
         return value.detach().clone()
     return list(value) if isinstance(value, list) else value

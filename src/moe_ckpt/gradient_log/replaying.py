@@ -1,4 +1,4 @@
-"""A gradient log as the units of one rank need it, and its replay from the anchors of its oldest step on."""
+"""Replays a gradient log on the units of one rank, from the anchors of its oldest step on."""
 
 from __future__ import annotations
 
@@ -24,25 +24,26 @@ from moe_ckpt.reading.reader import StoreReader
 from moe_ckpt.reading.restore import copy_slices
 
 PLAIN = "gradient_log"
-"""Its key in the plain state of a step."""
+"""Key of the log in the plain state of a step."""
 Spans = Mapping[str, Sequence[Span]]
 """Operator -> its rows of parameters."""
 
 
 class LoggedSteps:
-    """A gradient log from its oldest anchor to its last step, as the units of one rank need it.
+    """The part of a gradient log that the units of one rank need, from the oldest anchor to the last step.
 
     Args:
         opened: The last step.
-        anchors: Operator -> the step that it is loaded as of.
+        anchors: Operator -> step of its anchor.
         homes: Parameter -> the operator that has optimizer state of it without having rows of it.
-        rank: Whose units they are.
+        rank: The rank that has the units.
         boxes: Parameter -> its blocks in these units.
 
     Attributes:
-        steps: Of the snapshots, ascending.
-        anchors, homes: As given.
-        needed: Step -> the gradients of these blocks that the step consumed, of operators with older anchors.
+        steps: Steps of the snapshots, ascending.
+        anchors: As the argument.
+        homes: As the argument.
+        needed: Step -> the gradients that it consumed, in these blocks, of operators with older anchors.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class LoggedSteps:
         self.needed = {one.manifest.step: list(needed_gradients(one, anchors, boxes)) for one in opened.logged}
 
     def plain(self, step: int) -> Mapping[str, Any]:
-        """Returns ``StepGradients.plain`` of the rank.
+        """Returns ``StepGradients.plain`` of the rank at a step.
 
         Raises:
             CoverageError, DamagedError: As ``plain_of``.
@@ -72,7 +73,7 @@ class LoggedSteps:
         return self._plain[step]
 
     def _recorded(self, plain: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns what of a step's plain state is about these units."""
+        """Returns the part of a step's plain state that describes these units."""
         return plain
 
     def blocks(self, step: int) -> Sequence[tuple[int, str, Box]]:
@@ -98,12 +99,12 @@ class LoggedSteps:
 
 
 class LogReplayer:
-    """Makes updates once more, by a run's optimizers before training, or by some without a model.
+    """Repeats updates, by the optimizers of a run before it trains, or by optimizers without a model.
 
     Args:
-        spans: Of all operators.
-        opened: Returns the optimizers to step, as they are now.
-        finish: See the method.
+        spans: Spans of all operators.
+        opened: Returns the optimizers to step, as they are at the time of the call.
+        finish: Called by the method ``finish``.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class LogReplayer:
         self._spans, self._opened, self._finish = spans, opened, finish
 
     def fits(self, log: LoggedSteps) -> bool:
-        """Returns whether this rank's optimizers update the very tensors that the log's did, as far as it tells."""
+        """Returns whether this rank's optimizers update the same tensors as the optimizers that wrote the log."""
         replay = self._opened()
         if any(_differing(replay.optimizers, update) for step in log.steps[1:] for update in _updates(log, step)):
             return False
@@ -120,11 +121,11 @@ class LogReplayer:
         return set(recorded.units) == set(replay.units)
 
     def check(self, log: LoggedSteps) -> None:
-        """Raises unless ``replay`` can follow. Changes nothing.
+        """Raises unless ``replay`` is possible. Changes nothing.
 
         Raises:
-            CoverageError: A gradient lacks elements, or these optimizers are not those that wrote the log.
-            UnsupportedError: Their steps cannot be repeated.
+            CoverageError: A gradient lacks elements, or these optimizers differ from those that wrote the log.
+            UnsupportedError: Steps of an optimizer cannot be repeated.
             ConfigError: As ``require_together``.
         """
         replay = self._opened()
@@ -152,7 +153,7 @@ class LogReplayer:
     def _needed(
         self, replay: OptimizerReplay, anchors: Mapping[str, int], step: int, update: Update
     ) -> Mapping[str, int]:
-        """Elements of gradients of each parameter that this rank needs of an update."""
+        """Returns for each parameter the number of gradient elements that this rank needs for an update."""
         had, volumes = set(update.parameters), dict.fromkeys(update.parameters, 0)
         for operator, anchor in anchors.items():
             if anchor < step:
@@ -162,10 +163,10 @@ class LogReplayer:
         return volumes
 
     def replay(self, log: LoggedSteps) -> int:
-        """Brings the training state to the last step of ``log``. Returns how many updates were made.
+        """Brings the training state to the last step of ``log``. Returns the number of updates made.
 
         Raises:
-            ReplayDivergedError: Step counts become others than were recorded.
+            ReplayDivergedError: A step count differs from what was recorded.
         """
         replay, made = self._opened(), 0
         log.load(log.steps[0])
@@ -183,13 +184,13 @@ class LogReplayer:
         return made
 
     def finish(self) -> None:
-        """After ``replay`` on all ranks, a collective of theirs: what follows from the state (weights from masters)."""
+        """Computes what follows from the replayed state (weights from masters). A collective, after ``replay``."""
         with torch.no_grad():
             self._finish()
 
 
 def _set_counts(log: LoggedSteps, step: int, replay: OptimizerReplay, stepped: Collection[tuple[int, str]]) -> None:
-    """Step counts become those of ``step``; those of ``stepped`` units must have come to them by themselves."""
+    """Sets step counts to those of ``step``. Counts of ``stepped`` units must have reached these by their updates."""
     for recorded in log.plain(step)["counts"]:
         number, kind = int(recorded["optimizer"]), str(recorded["state"])
         for name, value in zip(recorded["units"], recorded["values"].unbind(), strict=True):
@@ -222,7 +223,7 @@ def _volumes(replay: OptimizerReplay, blocks: Iterable[tuple[int, str, Box]]) ->
 
 
 def _differing(optimizers: Sequence[Optimizer], update: Update) -> list[str]:
-    """Why an optimizer would round in another way than the one that made the update, or not step at all."""
+    """Returns why an optimizer would round differently than the one that made the update, or could not step at all."""
     if update.optimizer >= len(optimizers):
         return [f"an update of optimizer {update.optimizer} was recorded, and this run has {len(optimizers)}"]
     groups = optimizers[update.optimizer].param_groups
@@ -237,16 +238,16 @@ def _differing(optimizers: Sequence[Optimizer], update: Update) -> list[str]:
 
 
 def require_together(replay: OptimizerReplay, spans: Spans, steps: Mapping[str, int], homes: Mapping[str, str]) -> None:
-    """Refuses anchors of different steps in one parameter whose optimizer lets its rows act on one another.
+    """Raises if parts of a coupled parameter are anchored at different steps (``Coupling.PARAMETERS``).
 
     Args:
-        replay: Of the optimizers.
-        spans: Of the operators in ``steps``.
+        replay: The optimizers.
+        spans: Spans of the operators in ``steps``.
         steps: Operator -> step of its anchor.
-        homes: As ``LoggedSteps.homes``: what updates all rows must be of the same step as these.
+        homes: As ``LoggedSteps.homes``: state that all rows share must be of the same step as the rows.
 
     Raises:
-        ConfigError: There are such.
+        ConfigError: There are such anchors.
     """
     anchors: dict[tuple[int, str], tuple[str, int]] = {}
     for unit, operator, has in _sharing(replay, {operator: spans.get(operator, ()) for operator in steps}, homes):
@@ -265,7 +266,7 @@ def require_together(replay: OptimizerReplay, spans: Spans, steps: Mapping[str, 
 def _sharing(
     replay: OptimizerReplay, spans: Spans, homes: Mapping[str, str]
 ) -> Iterator[tuple[tuple[int, str], str, str]]:
-    """Yields (optimizer and name of a unit, an operator that has a part of it, what), of units that are coupled."""
+    """Yields for coupled units ((optimizer, name of the unit), an operator that has a part of it, what part)."""
     for operator, rows in spans.items():
         for unit, piece in replay.pieces.of_operator(rows):
             if replay.coupled(unit.optimizer):
@@ -278,7 +279,7 @@ def _sharing(
 def needed_gradients(
     snapshot: LoggedSnapshot, anchors: Mapping[str, int], boxes: Mapping[str, Sequence[Box]]
 ) -> Iterator[StoredSlice]:
-    """Yields the gradients of a snapshot that are applied to these blocks: of operators with older anchors."""
+    """Yields the gradients of a snapshot that a replay applies to these blocks: of operators with older anchors."""
     for stored in snapshot.gradients:
         if anchors[stored.entry.operator] < snapshot.manifest.step and any(
             box.overlap(stored.entry.box) for box in boxes.get(_updated_by(stored.entry.key)[1], ())
@@ -287,10 +288,10 @@ def needed_gradients(
 
 
 def plain_of(reader: StoreReader, snapshot: Manifest, rank: int) -> Mapping[str, Any]:
-    """Returns what a rank recorded of the updates of a snapshot's step.
+    """Returns what a rank recorded about the updates of a snapshot's step.
 
     Raises:
-        CoverageError: Nothing.
+        CoverageError: The rank recorded nothing.
         DamagedError: As ``StoreReader.state``.
     """
     plain = reader.state(snapshot, rank).get(PLAIN)
@@ -301,7 +302,7 @@ def plain_of(reader: StoreReader, snapshot: Manifest, rank: int) -> Mapping[str,
 
 
 def anchors_of(manifest: Manifest, chained: Collection[str]) -> dict[str, int]:
-    """Returns operator -> the step at which it is loaded: what is not ``chained`` last, whatever step it is as of."""
+    """Returns operator -> step of its anchor. Operators that are not ``chained`` are loaded at the last step."""
     return {op: record.step if op in chained else manifest.step for op, record in manifest.operators.items()}
 
 

@@ -1,7 +1,7 @@
-"""Returns to a step of a gradient log in memory: anchors and repeated updates.
+"""Returns to a step of a gradient log in memory, by anchors and repeated updates.
 
-Updates are made once more inside the recovery, before training begins: all that they need is verified before anything
-is written, and if the log turns out to be damaged, an older step is chosen.
+Updates are repeated inside the recovery, before training begins. Everything that they need is verified before anything
+is written, and if the log is damaged, an older step is chosen.
 """
 
 from __future__ import annotations
@@ -29,17 +29,18 @@ from moe_ckpt.recovery.executing import Recovery, Restored, StorageSource, openi
 log = logging.getLogger("moe_ckpt")
 
 TELL_SECS = 10.0
-"""So often a replay says how far it is."""
+"""Time between two messages about the progress of a replay."""
 
 
 class LogReturn:
-    """The return of one rank to a step of a gradient log (``recovery.executing.AlongLog``). Made before anything is
-    read, on each rank by itself.
+    """Returns one rank to a step of a gradient log (``recovery.executing.AlongLog``).
+
+    Each rank makes one by itself, before anything is read.
 
     Args:
-        recovery: What returns.
+        recovery: The recovery.
         opened: The step.
-        replayer: Makes updates once more.
+        replayer: Repeats updates.
     """
 
     def __init__(self, recovery: Recovery, opened: OpenedMemory, replayer: LogReplayer) -> None:
@@ -47,7 +48,7 @@ class LogReturn:
         self._is_foreign = opened.manifest.world_size != recovery.comm.world_size
 
     def spans(self) -> Iterator[Span]:
-        """See ``recovery.executing.AlongLog``. Shares of others are asked for when they are made dense."""
+        """See ``recovery.executing.AlongLog``. Shares of other ranks are requested when they are made dense."""
         if self._is_foreign:
             return
         opened, boxes = self._opened, updated_boxes(self._recovery.state)
@@ -88,14 +89,14 @@ class LogReturn:
         return replace(restored, manifest=replace(manifest, operators=records))
 
     def _source(self) -> tuple[Restored, StorageSource] | None:
-        """Opens the step; None if parallel degrees differ, with which only a dense one goes on."""
+        """Opens the step; returns None if parallel degrees differ, for which a dense checkpoint is needed."""
         try:
             return opening(self._recovery, self._opened.reader, self._opened.manifest)
         except OtherLayoutError:
             return None
 
     def _by_dense(self) -> Restored:
-        """Makes the step dense on storage, and returns to that: the log was written in another layout."""
+        """Makes a dense checkpoint of the step on storage, and returns to it: the log has another layout."""
         recovery, opened = self._recovery, self._opened
         reader, manifest = opened.reader, opened.manifest
 
@@ -107,12 +108,12 @@ class LogReturn:
 
 
 class StoredLog(LoggedSteps):
-    """The stored steps of a log, loaded into a run's training state. Made after what other nodes hold was fetched.
+    """The steps of a log, loaded into a run's training state. Made after bytes of other nodes were fetched.
 
     Args:
         opened: The log's last step.
-        state: Of this run.
-        rank: This one.
+        state: Training state of this run.
+        rank: This rank.
     """
 
     def __init__(self, opened: OpenedMemory, state: TrainingState, rank: int) -> None:
@@ -121,17 +122,17 @@ class StoredLog(LoggedSteps):
         super().__init__(opened, anchors, homes, rank, updated_boxes(state))
         self._state, self._told_at = state, time.monotonic()
         for step in self.steps:
-            self.plain(step)  # so that whatever is wrong with it is known on all ranks now
+            self.plain(step)  # read now, so that all ranks learn of an error together
 
     def verify(self) -> None:
-        """Raises ``DamagedError`` if a gradient is damaged that this rank reads."""
+        """Raises ``DamagedError`` if a gradient that this rank reads is damaged."""
         self._reader.verify(chain.from_iterable(self.needed.values()))
 
     def tensors(self) -> Sequence[StateTensor]:
         return self._state.tensors()
 
     def load(self, step: int) -> None:
-        """Also says how far a long replay is."""
+        """Also announces the progress of a long replay."""
         super().load(step)
         if time.monotonic() - self._told_at >= TELL_SECS and len(self.steps) > 1:
             self._told_at = time.monotonic()

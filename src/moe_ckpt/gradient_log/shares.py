@@ -1,8 +1,8 @@
-"""Shares of a dense checkpoint of one step of a gradient log, made by optimizers without a model, one rank's at a time.
+"""Makes the shares of a dense checkpoint of one step of a gradient log, without a model, one rank's at a time.
 
-What a rank wrote of the log's anchors is made again here, as of the step, from optimizers that hold the units in which
-that lies, filled from anchors and stepped again. So the host memory needed is that of the rank with most, and ranks can
-be dealt out.
+The share of a rank has the tensors that this rank wrote of the log's anchors, as of the step. Optimizers without a
+model are filled from the anchors of the units that these tensors belong to, and stepped again. So the host memory
+needed is that of the rank with most, and several processes can divide the ranks among themselves.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from moe_ckpt.reading.slices import block
 
 _MODEL = "model/"
 Tell = Callable[[int, str], None]
-"""(bytes read or made, what is being done) -> None."""
+"""Gets (bytes read or made, what is being done)."""
 
 
 class RankShare(LoggedSteps):
@@ -195,22 +195,23 @@ def _on(device: torch.device, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Densifier:
-    """Makes what each rank of a log wrote, as of the log's last step. Reads no slice before ``verify``.
+    """Makes the shares of all ranks of a log, as of the log's last step. Reads no slice before ``verify``.
 
     Args:
-        opened: The log, or a checkpoint that stands by itself.
+        opened: The log, or a checkpoint without gradients.
 
     Attributes:
-        manifest: Of it.
-        anchors: Operator -> step of the anchor that its last step is made from.
+        opened: As the argument.
+        manifest: Manifest of the last step.
+        anchors: Operator -> step of its anchor.
         homes: As of ``LoggedSteps``.
         layouts: Per rank, what it updates; empty if nothing was logged.
         updated: Parameters that an optimizer of any rank updates.
 
     Raises:
         NoCheckpointError: An operator does not reach the step.
-        CoverageError: The log tells nothing of what it was written from.
-        DamagedError: What it tells is damaged.
+        CoverageError: A rank recorded nothing about its updates.
+        DamagedError: What a rank recorded is damaged.
     """
 
     def __init__(self, opened: OpenedMemory) -> None:
@@ -231,16 +232,16 @@ class Densifier:
 
     @property
     def devices(self) -> tuple[Device, ...]:
-        """Devices on which updates were made, each once."""
+        """The devices on which the run made updates."""
         return tuple(dict.fromkeys(layout.device for layout in self.layouts))
 
     @property
     def updates(self) -> int:
-        """Steps whose updates are replayed."""
+        """Number of steps whose updates are repeated."""
         return max(0, len(self.opened.logged) - 1)
 
     def nbytes(self, ranks: Iterable[int]) -> int:
-        """Returns how many bytes are read or written for the shares of these ranks."""
+        """Returns the number of bytes that are read or written for the shares of these ranks."""
         return sum(stored.nbytes for stored in self.inputs(ranks))
 
     def verify(self, ranks: Iterable[int]) -> None:
@@ -256,9 +257,9 @@ class Densifier:
         """Makes a rank's share of the checkpoint. Returns its slices, without place and checksum, and its state file.
 
         Args:
-            rank: Of those that wrote the log.
-            device: To step on.
-            tell: Told of progress.
+            rank: A rank that wrote the log.
+            device: Device to step on.
+            tell: Gets progress.
 
         Raises:
             CoverageError, UnsupportedError, ReplayDivergedError: As ``RankShare.made``.
@@ -275,20 +276,19 @@ class Densifier:
 
     @property
     def parent(self) -> str | None:
-        """The parent of the checkpoint, as ``Manifest.parent``: what the life that wrote the log came from."""
+        """``Manifest.parent`` of the checkpoint: the checkpoint from which the life went on that wrote the log."""
         beneath = self.opened.beneath
         if beneath is None or beneath.generation != self.manifest.generation:
             return None if beneath is None else beneath.directory
         return beneath.parent
 
     def device(self) -> torch.device:
-        """Returns what updates are made on here: the kind that trained, if there is one."""
+        """Returns the device to step on: one of the kind that trained, if this machine has one."""
         on_gpu = any(trainer.type == "cuda" for trainer in self.devices) and torch.cuda.is_available()
         return torch.device("cuda" if on_gpu else "cpu")
 
     def threads(self, device: torch.device) -> int | None:
-        """Returns the number of threads that torch must divide updates between, to come to the same bits; None for
-        any."""
+        """Returns the number of torch's threads with which updates come to the same bits; None for any number."""
         counts = {trainer.threads for trainer in self.devices if trainer.type == "cpu"}
         return counts.pop() if device.type == "cpu" and len(counts) == 1 else None
 
@@ -301,14 +301,14 @@ class Densifier:
 
     @cached_property
     def written(self) -> Mapping[int, Sequence[StoredSlice]]:
-        """The slices that each rank wrote, each element of each tensor once."""
+        """Rank -> the slices that it wrote; together they have each element of each tensor once."""
         slices: dict[int, list[StoredSlice]] = defaultdict(list)
         for stored in self._index.live:
             slices[stored.file.rank].append(stored)
         return slices
 
     def stored_of(self, parameters: Mapping[str, Sequence[Box]]) -> Iterator[StoredSlice]:
-        """Yields all anchors of these blocks: weights, and optimizer state of them."""
+        """Yields the slices of weights and optimizer state in these blocks, as of their anchors."""
         for key, group in self._index.tensors.items():
             fqn = split_key(key).fqn
             if fqn not in parameters:
@@ -319,8 +319,8 @@ class Densifier:
                 yield from group
 
     def is_shaped(self, key: str) -> bool:
-        """Returns whether a tensor has the elements of its parameter. (A step count has not, even of a parameter of
-        one.)"""
+        """Returns whether a tensor has its parameter's shape. (A step count has not, even if its parameter has one
+        element.)"""
         shape = self._index.meta(f"{_MODEL}{split_key(key).fqn}").global_shape
         return key.startswith(_MODEL) or (bool(shape) and self._index.meta(key).global_shape == shape)
 
@@ -331,7 +331,7 @@ class Densifier:
 
 
 def merged_spans(tensors: Mapping[str, Iterable[StoredSlice]]) -> Mapping[str, Sequence[Span]]:
-    """Returns operator -> its rows of parameters, of all slices of weights.
+    """Returns the rows of parameters of each operator, from the slices of weights.
 
     Args:
         tensors: Key -> slices.
@@ -347,7 +347,7 @@ def merged_spans(tensors: Mapping[str, Iterable[StoredSlice]]) -> Mapping[str, S
 
 
 def _merged(parameter: str, rows: set[tuple[int, int] | None]) -> Iterator[Span]:
-    """Yields ranges of rows that do not touch."""
+    """Yields the rows as ranges that do not touch."""
     if None in rows:
         yield Span(parameter)
         return

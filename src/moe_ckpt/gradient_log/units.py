@@ -1,10 +1,10 @@
-"""Units: the tensors that a rank's optimizers update, and where the blocks of the model's tensors lie in them.
+"""Units: the tensors that a rank's optimizers update, and the blocks of the model's tensors in them.
 
-As plain data they are in the plain state of each logged step, so that a log can be replayed from its slots alone,
-without a model or a rank of the run.
+The plain state of each logged step describes them, so that a log can be replayed from its slots alone, without a model
+or a rank of the run.
 
 A replay steps whole units, in the shape that training stepped: vectorized kernels round the elements of a vector and
-those of the remainder differently, so that the rows of one expert, taken alone, may come out with other bits.
+those of the remainder differently, so that the rows of one expert, stepped alone, may get other bits.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class UnitBlock:
     Attributes:
         parameter: Name of the tensor.
         box: The block in the whole tensor.
-        stride: Of the block's view, in elements.
-        start: First element, counted from the unit's first.
+        stride: Strides of the block's view, in elements.
+        start: First element of the block, counted from the unit's first.
     """
 
     parameter: str
@@ -43,11 +43,11 @@ class UnitBlock:
     start: int
 
     def view(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns the block as a view of ``tensor``, which is the unit or is laid out like it."""
+        """Returns the block as a view of ``tensor``, which is the unit, or has the unit's shape and strides."""
         return tensor.as_strided(self.box.shape, self.stride, tensor.storage_offset() + self.start)
 
     def part(self, box: Box) -> UnitBlock | None:
-        """Returns what of the piece lies in ``box`` of the whole tensor; None if nothing does."""
+        """Returns the part of the block in ``box`` of the whole tensor; None if there is none."""
         common = self.box.overlap(box)
         if common is None or not common.volume:
             return None
@@ -55,7 +55,7 @@ class UnitBlock:
         return replace(self, box=common, start=self.start + sum((low - first) * step for low, first, step in steps))
 
     def rows(self, span: Span) -> UnitBlock | None:
-        """Returns what of the piece lies in the rows of ``span``."""
+        """Returns the part of the block in the rows of ``span``; None if there is none."""
         if span.start is None or span.stop is None:
             return self
         offsets, shape = self.box.offsets, self.box.shape
@@ -67,14 +67,14 @@ class Unit:
     """One tensor that an optimizer updates on this rank: a parameter, its master weights, or a flat range of either.
 
     Attributes:
-        name: Unlike that of any other unit of the optimizer.
+        name: Unique name among the units of the optimizer.
         optimizer: Number of the optimizer.
         group: Number of its param group.
-        dtype: Of the tensor, as torch names it without ``torch.``.
-        shape: Of the tensor.
-        stride: Of the tensor, in elements.
-        pieces: The blocks in it.
-        stored: Name of the optimizer state that checkpoints have it as (master weights); empty for the weights.
+        dtype: Type of the tensor, as torch names it without ``torch.``.
+        shape: Shape of the tensor.
+        stride: Strides of the tensor, in elements.
+        pieces: The blocks in the tensor.
+        stored: Name of the optimizer state that the tensor is in checkpoints (master weights); empty for weights.
     """
 
     name: str
@@ -87,10 +87,11 @@ class Unit:
     stored: str = ""
 
     def require_alike(self, tensor: torch.Tensor, what: str) -> None:
-        """Raises ``UnsupportedError`` unless ``tensor``, which is called ``what``, is laid out like the unit."""
+        """Raises ``UnsupportedError`` unless ``tensor`` has the unit's shape and strides. what: Its name in the
+        message."""
         strided = tensor.layout is torch.strided
         if strided and tensor.stride() == self.stride and tensor.shape == self.shape:
-            return  # asked of every gradient at every update
+            return  # fast, since it is checked for every gradient at every update
         if not strided:
             raise UnsupportedError(
                 f"{what} of {self.name} is {tensor.layout}: updates with it cannot be repeated from a log. "
@@ -109,14 +110,14 @@ def whole_unit(name: str, optimizer: int, group: int, tensor: torch.Tensor, box:
     """Returns the unit of a tensor that holds one block of ``name``.
 
     Args:
-        name: Of the model's tensor, and of the unit.
+        name: Name of the model's tensor, and of the unit.
         optimizer: Number of the optimizer.
         group: Number of its param group.
-        tensor: What is updated here.
-        box: Which block that is; None for the whole.
+        tensor: The tensor that is updated on this rank.
+        box: The block that it is; None for the whole tensor.
 
     Raises:
-        UnsupportedError: Elements of the tensor overlap, or leave gaps, in memory.
+        UnsupportedError: Elements of the tensor overlap in memory, or have gaps between them.
     """
     shape, stride = tuple(tensor.shape), tuple(tensor.stride())
     if not _is_dense(shape, stride):
@@ -129,7 +130,7 @@ def whole_unit(name: str, optimizer: int, group: int, tensor: torch.Tensor, box:
 
 
 def _is_dense(shape: Sequence[int], stride: Sequence[int]) -> bool:
-    """Returns whether elements lie one after the other, whatever the order of axes."""
+    """Returns whether elements follow one another in memory without gaps, in any order of axes."""
     expected = 1
     for step, size in sorted((step, size) for step, size in zip(stride, shape, strict=True) if size != 1):
         if step != expected and 0 not in shape:
@@ -154,10 +155,11 @@ class Pieces:
         return self._pieces.get((optimizer, parameter), ())
 
     def of_operator(self, spans: Iterable[Span], optimizer: int | None = None) -> Iterator[tuple[Unit, UnitBlock]]:
-        """Yields what of each piece belongs to the operator with ``spans``.
+        """Yields the part of each piece that belongs to the operator with ``spans``.
 
         Args:
-            optimizer: None for all.
+            spans: Rows of parameters.
+            optimizer: Number of an optimizer; None for all.
         """
         optimizers = sorted(self._optimizers) if optimizer is None else (optimizer,)
         for span in spans:
@@ -177,9 +179,9 @@ class Device:
     """The device that a rank computes its updates on.
 
     Attributes:
-        type: As torch names it: "cpu", "cuda".
-        name: Of the model; of a CPU also which vector instructions torch uses.
-        threads: Of torch, which divide an update where ``type`` is "cpu".
+        type: Type as torch names it: "cpu", "cuda".
+        name: Name of the GPU model; of a CPU the architecture, and the vector instructions that torch uses.
+        threads: Number of torch's threads, which divide an update on a CPU.
     """
 
     type: str
@@ -188,7 +190,7 @@ class Device:
 
     @classmethod
     def of(cls, device: torch.device) -> Device:
-        """Returns what ``device`` is."""
+        """Returns the description of a device."""
         if device.type == "cuda":
             return cls("cuda", torch.cuda.get_device_name(device), torch.get_num_threads())
         name = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}" if device.type == "cpu" else ""
@@ -205,9 +207,9 @@ class UpdateLayout:
 
     Attributes:
         classes: Name of the class of each optimizer (``modeling.optimizer_state.class_name``).
-        keys: Of each optimizer, the number that keys of its state have (``optim/<number>/...``).
-        units: All that they update.
-        device: That they step on.
+        keys: Per optimizer, the number in the keys of its state (``optim/<number>/...``).
+        units: All units that they update.
+        device: Device on which they step.
     """
 
     classes: tuple[str, ...]
@@ -216,7 +218,7 @@ class UpdateLayout:
     device: Device
 
     def encoded(self) -> dict[str, Any]:
-        """Returns the layout as plain data; the units, of which there may be thousands, are encoded once."""
+        """Returns the layout as plain data. Its units, of which there may be thousands, are encoded once."""
         return {
             "classes": list(self.classes),
             "keys": list(self.keys),
@@ -226,13 +228,14 @@ class UpdateLayout:
 
     @classmethod
     def decoded(cls, body: Mapping[str, Any], path: str) -> UpdateLayout:
-        """Returns what ``encoded`` gave.
+        """Inverse of ``encoded``.
 
         Args:
-            path: For messages.
+            body: Plain data.
+            path: Of the file, for messages.
 
         Raises:
-            DamagedError: It is none.
+            DamagedError: ``body`` is no layout.
         """
         try:
             device = Device(str(body["device"]["type"]), str(body["device"]["name"]), int(body["device"]["threads"]))
@@ -249,7 +252,7 @@ def _row(unit: Unit) -> list[Any]:
 
 def _unit(row: Sequence[Any]) -> Unit:
     name, optimizer, group, dtype, shape, stride, stored, pieces = row
-    # Only types of tensors are looked up by a name that was read.
+    # A name that was read may only stand for a tensor type.
     if not isinstance(getattr(torch, dtype, None), torch.dtype):
         raise ValueError(f"{dtype} is not a tensor type")
     blocks = tuple(map(_piece, pieces))

@@ -1,8 +1,9 @@
-"""Makes a dense checkpoint of a step of a gradient log: by one process, when all ranks of the run have ended, or by the
-ranks of a run together, which then goes on from it: they, or their layout, are others than those that wrote the log.
+"""Makes a dense checkpoint of a step of a gradient log.
 
-The ranks of a run share out those of the log. Each makes the shares of its ones by optimizers without a model
-(``gradient_log.shares``), writes them to storage, and rank 0 commits when all have written theirs.
+Either one process does, when all ranks of the run have ended. Or the ranks of a run do it together, and go on from it,
+if their number or layout differs from that of the ranks that wrote the log. They divide the ranks of the log among
+themselves: each makes the shares of some of these by optimizers without a model (``gradient_log.shares``), and writes
+them to storage. Rank 0 commits when all shares are written.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ from moe_ckpt.storage.lock import StoreLock
 
 _Made = TypeVar("_Made")
 Tell = Callable[[float, float, str], None]
-"""(bytes done, of how many, what is done now) -> None."""
+"""Gets (bytes done, bytes in all, what is being done)."""
 
 _AT_WORK = "What a run has in memory is made dense when the run has ended: stop it first, or wait until it has."
 
@@ -63,8 +64,9 @@ class WrittenShare(NamedTuple):
     """One rank's share of a checkpoint, on storage.
 
     Attributes:
-        files, state: Rows of its files and of its state, as they will be in the part document.
-        nbytes: Of all of it.
+        files: Rows of its files, as they will be in the part document.
+        state: Row of its state, as it will be in the part document.
+        nbytes: Bytes of files and state.
     """
 
     files: bytes
@@ -77,11 +79,11 @@ class Densified:
     """A dense checkpoint that was made.
 
     Attributes:
-        manifest: Of it.
-        updates: Steps whose updates were made once more.
-        nbytes: That were written.
-        device: That the updates were made on.
-        trained_on: What the run made them on; empty if there were none to make.
+        manifest: Manifest of the checkpoint.
+        updates: Number of steps whose updates were repeated.
+        nbytes: Bytes written.
+        device: Device on which updates were repeated.
+        trained_on: Devices on which the run made them; empty if nothing was logged.
     """
 
     manifest: Manifest
@@ -106,25 +108,25 @@ def densify(
     device: str | None = None,
     tell: Tell = lambda done, total, what: None,
 ) -> Densified:
-    """Makes a dense checkpoint from what a run that ended left in memory. On one process, with no rank alive.
+    """Makes a dense checkpoint from the memory of a run that has ended. On one process, with no rank alive.
 
     Args:
-        storage: Of the run's store.
+        storage: Storage of the run's store.
         roots: Memory directories, as in ``Memory(directory=...)``, of all nodes that are left.
-        step: Which; None for the newest that can be made.
-        device: To make updates on, as torch names it; None for the kind that trained, or the CPU where there is none.
-        tell: Told of progress.
+        step: Step of the checkpoint; None for the newest that can be made.
+        device: Device to step on, as torch names it; None for the kind that trained, or the CPU if there is none.
+        tell: Gets progress.
 
     Returns:
-        What was made. After an error nothing of it is left in the store.
+        The checkpoint. After an error the store has no part of it.
 
     Raises:
-        NoCheckpointError: The step cannot be made; says which operators lack which steps. Or the store has it.
+        NoCheckpointError: The step cannot be made, and the message names operators and steps; or the store has it.
         StoreInUseError, StoreError: A process of the run is alive.
         StoreUnwritableError: The store is full, or cannot be written.
         CoverageError, UnsupportedError, ReplayDivergedError: As ``Densifier.made``.
     """
-    # A name of its own: who has the same name takes over a lease at once.
+    # The name is unique, because a process with the same owner name may take over a lease at once.
     lock = StoreLock(storage, f"moe-ckpt densify {secrets.token_hex(4)}")
     with _locked(lock), MemoryOutside(StoreReader(storage), roots) as memory:
         lock.renew_meanwhile()
@@ -148,7 +150,7 @@ def densify(
 
 @contextmanager
 def _locked(lock: StoreLock) -> Iterator[None]:
-    """Holds the lock. Whoever finds a run at work here asks for no run of his own."""
+    """Holds the lock. The message of ``StoreInUseError`` is one for users who do not start a run."""
     try:
         lock.acquire()
     except StoreInUseError as error:
@@ -160,7 +162,7 @@ def _locked(lock: StoreLock) -> Iterator[None]:
 
 
 def _remove(storage: Storage, directory: str) -> None:
-    """What was written of a checkpoint that is none."""
+    """Deletes the files of a checkpoint that was not committed."""
     for name in storage.list(directory):
         if group_of(name) is not None:
             storage.delete(f"{directory}/{name}")
@@ -201,12 +203,13 @@ def densify_together(
 
     Args:
         comm: The ranks.
-        storage: Of the store, which this run has locked.
-        opened: The log; of its bytes, those on other nodes may not have been fetched.
-        require_fitting: Raises if this run cannot go on from what is made; the plain states of the last step are there.
+        storage: Storage of the store, which this run has locked.
+        opened: The log. Its bytes on other nodes need not have been fetched.
+        require_fitting: Raises if this run cannot go on from the checkpoint. Called when the plain states of the last
+            step were fetched.
 
     Returns:
-        Its directory on storage.
+        Directory of the checkpoint on storage.
 
     Raises:
         NotUsableError: Some rank cannot.
@@ -247,7 +250,7 @@ def densify_together(
 
 
 def _usable(manifest: Manifest, make: Callable[[], _Made]) -> _Made:
-    """Returns what ``make`` does. A reason why it cannot be is one not to use this step."""
+    """Returns the result of ``make``. Its errors become ``CoverageError``, after which an older step is chosen."""
     try:
         return make()
     except (NoCheckpointError, UnsupportedError) as error:
@@ -257,7 +260,8 @@ def _usable(manifest: Manifest, make: Callable[[], _Made]) -> _Made:
 def _write_share(
     storage: Storage, maker: Densifier, rank: int, device: torch.device, tell: Callable[[int, str], None]
 ) -> WrittenShare:
-    """Makes and writes a rank's share of the checkpoint, which exists once ``commit_made`` was called with all."""
+    """Makes and writes a rank's share of the checkpoint. The checkpoint exists after ``commit_made`` with all
+    shares."""
     slices, state = maker.made(rank, device, tell)
     return write_made_share(storage, maker.manifest, rank, slices, state)
 
@@ -268,15 +272,15 @@ def write_made_share(
     """Writes the shards and the state file of a rank.
 
     Args:
-        storage: Of the store.
-        of: The checkpoint: its run, step and generation.
-        rank: Whose share it is.
-        slices: With their bytes, ``[nbytes]`` uint8 on the host; places and checksums are set here.
-        state: The bytes of the state file.
+        storage: Storage of the store.
+        of: Manifest with run, step and generation of the checkpoint.
+        rank: Rank whose share it is.
+        slices: Slices with their bytes, ``[nbytes]`` uint8 on the host; places and checksums are set here.
+        state: Bytes of the state file.
 
     Raises:
-        OSError: They cannot be written.
-        NotFiniteError: There is NaN or infinity in them.
+        OSError: A file cannot be written.
+        NotFiniteError: A slice has NaN or infinity.
     """
     spoiled = (entry.key for entry, data in slices if entry.operator and not all_finite(data.numpy().data, entry.dtype))
     judged = judged_in(unseal(state, state_path(of.directory, rank))["state"])
@@ -308,16 +312,16 @@ def _write_shard(
 
 
 def commit_made(storage: Storage, of: Manifest, shares: Sequence[WrittenShare], parent: str | None) -> Manifest:
-    """Writes part and manifest: when it returns, the checkpoint exists.
+    """Writes part document and manifest. When it returns, the checkpoint exists.
 
     Args:
-        storage: Of the store.
-        of: The checkpoint, in which every operator is as of its step.
-        shares: Of all its ranks, in their order.
+        storage: Storage of the store.
+        of: Manifest of the checkpoint, in which every operator is as of its step.
+        shares: Shares of all its ranks, in their order.
         parent: As ``Manifest.parent``.
 
     Raises:
-        OSError: They cannot be written.
+        OSError: A file cannot be written.
     """
     record, raw = encode_part(
         *(of.run_id, of.step, of.generation, of.world_size),

@@ -1,8 +1,8 @@
-"""The gradients that optimizers of a torch module consume: in a Lightning fit, or in a loop without a framework.
+"""Captures the gradients that optimizers of a torch module consume, in a Lightning fit or in a plain loop.
 
-Gradients of an update stay where they are through the next forward pass: under automatic optimization Lightning zeroes
-them after ``training_step``. A copy can be made meanwhile, and must be done (``release``) before that, and before a
-backward pass writes into buffers that outlive their gradients (DDP with ``gradient_as_bucket_view``).
+Gradients of an update stay in memory during the next forward pass: under automatic optimization Lightning zeroes them
+after ``training_step``. A copy can be made meanwhile, and must end (``release``) before that, and before a backward
+pass writes into buffers that outlive their gradients (DDP with ``gradient_as_bucket_view``).
 """
 
 from __future__ import annotations
@@ -33,17 +33,18 @@ def capture_gradients(
     rounded: torch.dtype | None = None,
     stopwatch: Stopwatch | None = None,
 ) -> GradientCapture:
-    """Tells ``consumer`` of every update, from now until ``GradientCapture.close``.
+    """Gives ``consumer`` the gradients of every update, from now until ``GradientCapture.close``.
 
-    Automatic and manual optimization, several optimizers, accumulated gradients, loss scaling and clipping are all seen
-    as the optimizer sees them. Names are those of ``modeling.names.parameters_of``; of DTensors the local blocks.
+    With automatic and manual optimization, several optimizers, accumulated gradients, loss scaling and clipping, it
+    gets gradients as the optimizer does. Names are those of ``modeling.names.parameters_of``; of DTensors it gets the
+    local blocks.
 
     Args:
-        trainer: Whose optimizers are set up: call it in ``on_fit_start``, or later.
+        trainer: Trainer whose optimizers are set up, as in ``on_fit_start`` or later.
         module: The model.
-        consumer: Copies what it needs.
-        rounded: Type that wider gradients are rounded to before each update; None: they stay as they are.
-        stopwatch: Counts what hooks take.
+        consumer: Gets the gradients.
+        rounded: Type to which wider gradients are rounded before each update; None: they are not rounded.
+        stopwatch: Counts the time of hooks.
 
     Raises:
         UnsupportedError: Steps of an optimizer cannot be repeated from gradients, or it holds a parameter that is not
@@ -51,7 +52,7 @@ def capture_gradients(
     """
     capture = GradientCapture(trainer.optimizers, _ModuleUnits(module), consumer, rounded, stopwatch)
     wrapped = module.optimizers(use_pl_optimizer=True)
-    # Under manual optimization a user zeroes gradients through Lightning's wrapper, which has a method of its own.
+    # Under manual optimization users zero gradients through Lightning's wrapper, which has its own method.
     capture.release_before([*trainer.optimizers, *(wrapped if isinstance(wrapped, list) else [wrapped])], "zero_grad")
     capture.release_before([trainer.strategy], "backward")
     return capture
@@ -61,9 +62,9 @@ def fit_log(trainer: Any, module: Any, driver: Driver) -> RunLog:
     """Returns the gradient log of a fit.
 
     Args:
-        trainer: Whose optimizers are set up.
+        trainer: Trainer whose optimizers are set up.
         module: The model.
-        driver: Of the run, whose stopwatch counts what hooks take.
+        driver: Driver of the run; its stopwatch counts the time of hooks.
 
     Raises:
         UnsupportedError: The policy logs gradients, and ``capture_gradients`` refuses.
@@ -98,7 +99,7 @@ class _ModuleUnits:
         self._names: dict[int, tuple[torch.Tensor, str]] = {}
 
     def __call__(self, number: int, group: int, parameter: torch.Tensor) -> Unit:
-        if id(parameter) not in self._names:  # which keeps the tensors, so that no other has the number of one
+        if id(parameter) not in self._names:  # it keeps tensors alive, so that their ids are unique
             self._names = {id(tensor): (tensor, name) for name, tensor in parameters_of(self._module)}
         _, name = self._names.get(id(parameter), (parameter, None))
         if name is None:

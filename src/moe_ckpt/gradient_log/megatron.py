@@ -1,8 +1,8 @@
-"""The gradients that Megatron's inner optimizers consume: main gradients, or a distributed optimizer's shards of them.
+"""Captures the gradients that Megatron's inner optimizers consume: main gradients, or shards of them.
 
-They are final when the inner optimizer steps: reduced, unscaled, clipped; it does not step where fp16 overflowed. What
-it updates is the unit: a parameter, its fp32 master weights, or a flat range of either. Gradients stay in Megatron's
-buffers until ``zero_grad_buffer`` at the start of the next iteration.
+They are final when the inner optimizer steps: reduced, unscaled and clipped. It does not step if fp16 overflowed. A
+unit is a parameter, its fp32 master weights, or a flat range of either. Gradients stay in Megatron's buffers until
+``zero_grad_buffer`` at the start of the next iteration.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from moe_ckpt.megatron.optimizers import MASTER, StateSlot, leaves, slots
 from moe_ckpt.stopwatch import Stopwatch
 
 _ELEMENTWISE = ("FusedAdam", "FusedSGD")
-"""Apex's and Transformer Engine's, which ``leaves`` accepts beside torch's."""
+"""Optimizers of Apex and Transformer Engine that ``leaves`` accepts in addition to torch's."""
 
 
 def inner_optimizers(optimizer: Any) -> list[Any]:
@@ -43,15 +43,15 @@ def capture_gradients(
     rounded: torch.dtype | None = None,
     stopwatch: Stopwatch | None = None,
 ) -> GradientCapture:
-    """Tells ``consumer`` of every update of this rank, from now until ``GradientCapture.close``.
+    """Gives ``consumer`` the gradients of every update of this rank, from now until ``GradientCapture.close``.
 
     Args:
-        inventory: Of the model chunks.
-        optimizer: Megatron's.
+        inventory: Inventory of the model chunks.
+        optimizer: Megatron's optimizer.
         chunks: The model chunks, in Megatron's ``DistributedDataParallel``.
-        consumer: Copies what it needs.
-        rounded: Type that wider gradients are rounded to before each update; None: they stay as they are.
-        stopwatch: Counts what hooks take.
+        consumer: Gets the gradients.
+        rounded: Type to which wider gradients are rounded before each update; None: they are not rounded.
+        stopwatch: Counts the time of hooks.
 
     Raises:
         UnsupportedError: The layout of the optimizer's state is not known, or its gradients do not stay until the next
@@ -85,7 +85,7 @@ def capture_gradients(
 
 
 def weights_from_masters(optimizer: Any, chunks: Sequence[Any]) -> None:
-    """Model weights become what the masters are now, on all ranks of a distributed optimizer. A collective."""
+    """Sets model weights from master weights, on all ranks of a distributed optimizer. A collective."""
     for leaf in leaves(optimizer):
         copy = getattr(leaf, "_copy_main_params_to_model_params", None)
         if copy is not None:
@@ -120,7 +120,7 @@ class _ShardUnits:
 
 
 def _pieces(live: LiveParameter, slot: StateSlot, start: int, stop: int) -> Iterator[UnitBlock]:
-    """Yields the blocks in elements ``[start, stop)`` of a parameter, which are contiguous in what is updated."""
+    """Yields the blocks in elements ``[start, stop)`` of a parameter, which are contiguous in the updated tensor."""
     for part in live.parts:
         # Without a range ``placed_blocks`` counts from the part's own first element.
         low = start if slot.range is not None else part.start
@@ -129,7 +129,7 @@ def _pieces(live: LiveParameter, slot: StateSlot, start: int, stop: int) -> Iter
 
 
 def _piece(name: str, placed: Placed, first: int) -> UnitBlock:
-    """first: of the range that ``placed.first`` counts in, from the unit's first element."""
+    """Returns a block. first: First element, in the unit, of the range in which ``placed.first`` counts."""
     array = torch.empty(prod(placed.memory_shape), device="meta").view(placed.memory_shape)
     for axis, (low, length) in enumerate(placed.narrow):
         array = array.narrow(axis, low, length)
@@ -142,10 +142,10 @@ def loop_log(inventory: ModelInventory, optimizer: Any, chunks: Sequence[Any], d
     """Returns the gradient log of a training loop.
 
     Args:
-        inventory: Of the model chunks.
-        optimizer: Megatron's.
+        inventory: Inventory of the model chunks.
+        optimizer: Megatron's optimizer.
         chunks: The model chunks.
-        driver: Of the run, whose stopwatch counts what hooks take.
+        driver: Driver of the run; its stopwatch counts the time of hooks.
 
     Raises:
         ConfigError: The policy logs gradients, and Megatron changes weights behind the optimizer's update.

@@ -28,7 +28,7 @@ OptimizerKind = tuple[str, Sequence[Mapping[str, Any]]]
 
 
 class Coupling(enum.Enum):
-    """What an update of one element depends on, apart from hyperparameters."""
+    """The values that an update of one element depends on, apart from hyperparameters."""
 
     ELEMENTS = "elements"
     """The element's own gradient and state: rows of a parameter may be anchored at different steps."""
@@ -233,8 +233,7 @@ def detached(
         groups = []
         for at, group in enumerate(settings):
             members = [tensors[number, unit.name] for unit in units if (unit.optimizer, unit.group) == (number, at)]
-            # Copies, because updates write into hyperparameters that are tensors, and the recorded ones must not
-            # change.
+            # Copies: updates write into hyperparameters that are tensors, and the recorded ones must stay.
             groups.append({**{key: copied_value(value) for key, value in group.items()}, "params": members})
         make: Any = class_named(name)
         optimizers.append(make(groups))

@@ -1,4 +1,4 @@
-"""Remembers what optimizers consumed in a step, until the snapshot that logs it has read it."""
+"""Records the gradients that optimizers consumed in a step, until the snapshot that logs them has read them."""
 
 from __future__ import annotations
 
@@ -26,24 +26,25 @@ from moe_ckpt.reading.memory.slot_storage import OpenedMemory
 from moe_ckpt.recovery.executing import Recovery
 
 Attach = Callable[[GradientConsumer, torch.dtype | None], GradientCapture]
-"""(consumer, type that wider gradients are rounded to before each update) -> the hooks on a framework's optimizers."""
+"""(consumer, type to which wider gradients are rounded before each update) -> hooks on a framework's optimizers."""
 _Region = tuple[str, tuple[int, ...], tuple[int, ...]]
 """(parameter, offsets, shape) of a block."""
 
 
 class RunLog(GradientConsumer, GradientRecord):
-    """The gradient log of a training loop: recorded while training, and repeated after a failure.
+    """The gradient log of a training loop: recorded during training, and replayed after a failure.
 
-    Keeps references; copies only what is overwritten before its step ends. Before ``begin`` it ignores updates. For the
-    training thread.
+    It keeps references, and copies only gradients that are overwritten before their step ends. Before ``begin`` it
+    ignores updates. For the training thread.
 
     Args:
-        attach: Gives what optimizers consume to a consumer (``lightning.capture_gradients``, ``megatron``'s).
-        optimizers: Of this rank.
-        policy: Of the run: what is recorded by its needs, and its name for messages.
-        release: Called before gradients are overwritten: returns when they are no longer read.
-        keys: Of each optimizer, the number that keys of its state have; None for its own.
-        copies: Weights beside those that are updated, which follow them (``copies_written``).
+        attach: Gives consumed gradients to a consumer (``lightning.capture_gradients``,
+            ``megatron.capture_gradients``).
+        optimizers: Optimizers of this rank.
+        policy: Policy of the run: its needs, and its name for messages.
+        release: Called before gradients are overwritten; returns when they are no longer read.
+        keys: Per optimizer, the number in the keys of its state; None for the number of the optimizer.
+        copies: Weights that are made from the updated ones (``copies_written``).
         gathered: As of ``EditWatch``.
         finish: As of ``LogReplayer``.
 
@@ -65,20 +66,20 @@ class RunLog(GradientConsumer, GradientRecord):
     ) -> None:
         needs = needs_of(policy)
         if needs.gradients:
-            attach(self, None).close()  # whatever is refused, is refused before training
+            attach(self, None).close()  # so that it refuses before training
         self._attach, self._finish = attach, finish
         self._optimizers = tuple(optimizers)
         self._release = release
         self._keys = tuple(range(len(self._optimizers)) if keys is None else keys)
         self._stored = needs.stored_gradients
-        """Type that wider gradients are saved in, as named in headers, for they have been rounded to it."""
+        """Type in which wider gradients are saved, as named in headers, because they were rounded to it."""
         self._capture: GradientCapture | None = None
         self._consumed: list[ConsumedGradients] = []
         self._edits = EditWatch(self._optimizers, copies, gathered=gathered)
         self._edited_steps = EditedSteps(type(policy).__name__)
         self._groups: dict[tuple[int, str], int] = {}
         """(optimizer, name of a unit) -> number of its param group, after the step before."""
-        # What follows from the tensors of the training state, or of the optimizers, is made once for the same ones.
+        # Cached for the same tensors, of the training state or of the optimizers.
         self._gradients_of = Remembered(partial(_Gradients, self._stored), most=1)
         self._layout_of = Remembered(self._encoded_layout, most=1)
         self._groups_of = Remembered(_groups, most=1)
@@ -96,7 +97,7 @@ class RunLog(GradientConsumer, GradientRecord):
             self._capture.close()
 
     def copies_written(self) -> None:
-        """The weights that follow those that optimizers update are as they should be."""
+        """Notes that the weights that are made from the updated ones are current."""
         if self._capture is not None:
             self._edits.copies_written(updated=bool(self._consumed))
 
@@ -104,15 +105,15 @@ class RunLog(GradientConsumer, GradientRecord):
         """Begins the return to a step of a gradient log.
 
         Args:
-            recovery: What returns.
+            recovery: The recovery.
             opened: The step.
-            catalog: Of the whole model.
+            catalog: Catalog of the whole model.
         """
         spans = {operator.id: operator.spans for operator in catalog.operators}
         return LogReturn(recovery, opened, LogReplayer(spans, self._replay, self._finish))
 
     def _replay(self) -> OptimizerReplay:
-        """Returns the optimizers to step. Of the capture, closed before they do, only units are asked."""
+        """Returns the optimizers to step. The capture, which is closed before they step, only describes their units."""
         capture = self._attach(self, None)
         try:
             return OptimizerReplay(self._optimizers, capture.units(), capture.tensors())
@@ -146,10 +147,10 @@ class RunLog(GradientConsumer, GradientRecord):
         self._consumed.append(gradients)
 
     def release(self, *, dropped: bool = False) -> None:
-        """See ``GradientConsumer``. What a step consumed that is not over yet is copied on its device, if need be."""
+        """See ``GradientConsumer``. Gradients of a step that has not ended are copied on their device if necessary."""
         if self._capture is None:
             return
-        if self._consumed:  # zeroed, or followed by another backward pass, in the batch of the update
+        if self._consumed:  # zeroed, or followed by a backward pass, in the batch of the update
             self._consumed = [consumed.apart_from_training(dropped=dropped) for consumed in self._consumed]
         else:
             self._release()
@@ -228,7 +229,7 @@ class _Gradients:
             if region not in self._templates or not tensor.key.startswith("model/"):
                 self._templates[region] = tensor
         self._described: dict[tuple[int, torch.dtype], tuple[UnitBlock, StateTensor]] = {}
-        """By block, which is kept so that no other has its number, and the gradient's type."""
+        """By id of a block, which is kept alive so that the id is unique, and type of the gradient."""
 
     def __call__(self, unit: Unit, piece: UnitBlock, gradient: torch.Tensor) -> StateTensor:
         """Returns the part of a unit's gradient that belongs to one of its blocks."""

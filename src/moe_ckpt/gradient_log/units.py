@@ -87,8 +87,7 @@ class Unit:
     stored: str = ""
 
     def require_alike(self, tensor: torch.Tensor, what: str) -> None:
-        """Raises ``UnsupportedError`` unless ``tensor`` has the unit's shape and strides. what: Its name in the
-        message."""
+        """Raises ``UnsupportedError`` unless ``tensor``, called ``what``, has the unit's shape and strides."""
         strided = tensor.layout is torch.strided
         if strided and tensor.stride() == self.stride and tensor.shape == self.shape:
             return  # fast, since it is checked for every gradient at every update

@@ -1,7 +1,8 @@
-"""Returns to the newest step with only those pipeline stages going back that lost something (MoEvement, section 3.4).
+"""Returns to the newest step so that only the pipeline stages that lost ranks go back (MoEvement, section 3.4).
 
-Stages whose ranks all sealed the newest step (``survivors``) load that. The others load the newest checkpoint,
-and compute the steps since again alone, with what their neighbours logged. If anything lacks, all ranks go back.
+Stages whose ranks all sealed the newest step (``survivors``) load that step. The other stages load the newest
+checkpoint, and compute the steps since then again alone, with the messages that their neighbours logged. If anything is
+missing, all ranks go back.
 """
 
 from __future__ import annotations
@@ -44,13 +45,13 @@ class LocalPart:
     """This rank's part in a recovery in which some stages go back.
 
     Attributes:
-        recovery: Who goes back, and the step that all reach.
-        since: Step that the ranks that go back compute from.
-        goes_back: Whether this one does.
-        history: Of the logs that it takes, which those to come continue.
-        received: Of each step that it computes again, what came over its stage's boundaries.
-        recounts: No rank knew all ranks' tokens of the last of these steps: ``Restored.joined`` is without those of the
-            ranks that go back, which count them again.
+        recovery: The ranks that go back, and the step that all reach.
+        since: Step from which the ranks that go back compute.
+        goes_back: True if this rank goes back.
+        history: ``LogHeader.history`` of the logs, which new logs continue.
+        received: For each step that this rank computes again, the messages over its stage's boundaries.
+        recounts: True if no rank knew all ranks' tokens of the last of these steps. ``Restored.joined`` then lacks the
+            tokens of the ranks that go back, which count them again.
     """
 
     recovery: LocalRecovery
@@ -67,16 +68,16 @@ class LocalPart:
 
 
 MOST_LOCAL_STARTS = 2
-"""In a row that ended no step, after which all ranks go back: what is kept or logged may be what is wrong. One is
-enough if a step that was computed again is known to be another one."""
+"""Number of starts in a row that completed no step, after which all ranks go back, since the kept state or the logs may
+be the cause. One start is enough if a step that was computed again is known to differ."""
 
 
 class _AllGoBackError(Exception):
-    """Why all ranks go back, though some kept a step; on every rank. Caught in this module."""
+    """All ranks must go back, although some kept a step. Raised on every rank, and caught in this module."""
 
 
 class _NoLogError(_AllGoBackError):
-    """A log that is needed is nowhere. An older step may do without."""
+    """No rank has a log that is needed. An older step may not need it."""
 
 
 class LocalAttempt:
@@ -244,7 +245,7 @@ def require_all_kept(retained: OpenedMemory, state: TrainingState, step: int) ->
 
 
 def _all_as_of(step: int, retained: OpenedMemory) -> Restored:
-    """What all ranks go on from when they have reached ``step`` together."""
+    """Returns the state from which all ranks go on when they have reached ``step`` together."""
     records = {op: replace(record, step=step) for op, record in retained.manifest.operators.items()}
     return Restored(
         replace(retained.manifest, operators=records),
@@ -256,12 +257,13 @@ def _all_as_of(step: int, retained: OpenedMemory) -> Restored:
 
 
 class KeptState:
-    """State that ranks which lived on sealed of the newest step when training stopped (``survivors``), laid over an
-    older checkpoint. The same on every rank. On the training thread.
+    """The state of the newest step that surviving ranks sealed (``survivors``), laid over an older checkpoint.
+
+    The same on every rank. On the training thread.
 
     Args:
-        memory: What slots hold.
-        ranks: Of the run.
+        memory: The contents of memory slots.
+        ranks: Number of ranks of the run.
     """
 
     def __init__(self, memory: MemoryCheckpoints, ranks: int) -> None:
@@ -269,13 +271,13 @@ class KeptState:
 
     @property
     def generation(self) -> int:
-        """Newest life that memory has anything of."""
+        """Generation of the newest life that memory has a share of."""
         return max((share.generation for share in self._memory.shares), default=0)
 
     def steps(self) -> list[int | None]:
-        """Returns of each rank the newest step that it sealed; None where it sealed none.
+        """Returns for each rank the newest step that it sealed in the newest life; None if it sealed none.
 
-        Of the newest life that memory has anything of, if that had as many ranks.
+        All are None if that life had another number of ranks.
         """
         steps: list[int | None] = [None] * self._ranks
         for share in self._sealed():
@@ -283,7 +285,7 @@ class KeptState:
         return steps
 
     def _sealed(self) -> list[Share]:
-        """What ranks sealed of their own in the newest life, whole and fresh."""
+        """Returns the fresh shares that ranks sealed of their own state in the newest life."""
         return [
             share
             for share in self._memory.shares
@@ -293,7 +295,7 @@ class KeptState:
         ]
 
     def of_step(self, step: int) -> MemoryCheckpoint:
-        """Returns what ranks sealed of a step that ``steps`` tells."""
+        """Returns the sealed shares of a step that ``steps`` returned."""
         identity = self.generation, step
         sealed = (one for one in checkpoints_of(self._memory.shares) if one.is_parting)
         return next(one for one in sealed if (one.generation, one.step) == identity)
@@ -341,15 +343,15 @@ class KeptState:
 
 
 class Rejoining:
-    """This rank's part, until all ranks are of one step again. On the training thread.
+    """Keeps this rank in line with the others until all ranks have reached the same step. On the training thread.
 
     Args:
-        part: In the recovery.
-        joined: What all ranks go on from (``Restored.joined``).
-        session: Goes on from it.
+        part: This rank's part in the recovery.
+        joined: The state from which all ranks go on (``Restored.joined``).
+        session: Goes on from that state.
 
     Attributes:
-        part: As given.
+        part: As the argument.
     """
 
     def __init__(self, part: LocalPart, joined: Restored, session: CheckpointSession) -> None:
@@ -357,12 +359,12 @@ class Rejoining:
         self._joined, self._session = joined, session
 
     def wait(self) -> None:
-        """Before the first step of a rank that keeps its state: waits for those that compute steps again.
+        """Makes a rank that keeps its state wait before its first step, until the others have computed theirs again.
 
-        Does nothing on those.
+        Does nothing on ranks that go back.
 
         Raises:
-            PeerLostError: One of them is gone.
+            PeerLostError: A rank is gone.
         """
         if self.part.goes_back:
             return
@@ -378,12 +380,12 @@ class Rejoining:
             self._go_on(tokens)
 
     def _go_on(self, tokens: Deferred[StepTokens] | None) -> None:
-        """All ranks are together. tokens: Of the last step, on a rank that has computed it again."""
+        """Goes on together. tokens: Tokens of the last step, on a rank that has computed it again."""
         joined = with_tokens(self._joined, self._recounted(tokens)) if self.part.recounts else self._joined
         self._session.resume_from(joined.manifest, **joined.going_on)
 
     def _recounted(self, tokens: Deferred[StepTokens] | None) -> Counts:
-        """``[L, E]`` tokens of the ranks that go back, in the step on which all meet. A collective."""
+        """Returns ``[L, E]`` tokens of the ranks that go back, in the step at which all meet. A collective."""
         none = np.zeros_like(self._session.run_ledger.tokens.applied)
         mine = (lambda: none) if tokens is None else (lambda: tokens.result().applied)
         agreed = self._session.comm.start_agreement(mine, np.zeros(1, dtype=np.int64))
@@ -391,10 +393,11 @@ class Rejoining:
 
 
 def with_tokens(joined: Restored, recounted: Counts) -> Restored:
-    """Returns ``joined`` with tokens of the last step.
+    """Returns ``joined`` with the tokens that were counted again.
 
     Args:
-        recounted: ``[L, E]``, of all ranks that go back.
+        joined: The state from which all ranks go on.
+        recounted: ``[L, E]`` tokens of all ranks that go back, in the last step.
     """
     tokens = joined.manifest.tokens
     applied = recounted + np.asarray(tokens["applied"], dtype=np.int64).reshape(recounted.shape)

@@ -1,5 +1,7 @@
-"""Brings upstream logs to the ranks that compute steps again, from memory of the same node and of others, and answers
-them with what crossed their stage's boundaries the first time."""
+"""Sends upstream logs to the ranks that compute steps again, and answers these ranks from the logs.
+
+An answer is the message that crossed the boundary of the stage when the step was computed the first time.
+"""
 
 from __future__ import annotations
 
@@ -18,19 +20,20 @@ from moe_ckpt.ports import Communicator
 from moe_ckpt.reading.together import together
 
 Received = Mapping[Channel, Sequence[tuple[Message, torch.Tensor]]]
-"""Of one step, what came through each channel, in order."""
+"""Channel -> the messages that came through it in one step, in order."""
 
 
 def is_for(channel: Channel, rank: int, alone: Collection[int], writer: int) -> bool:
-    """Returns whether ``rank`` takes what came through ``channel`` from the log of ``writer``.
+    """Returns whether ``rank`` takes the messages of ``channel`` from the log of ``writer``.
 
-    A sender has what it sent. What a group agreed on all of its members have: the lowest one gives it.
+    The sender of a message has logged it. All members of a group have logged what the group agreed on: it is taken from
+    the lowest of them that keeps its state.
 
     Args:
-        channel: In the log.
-        rank: That computes the step again.
-        alone: All ranks that do.
-        writer: Another rank.
+        channel: Channel in the log.
+        rank: A rank that computes the step again.
+        alone: All ranks that compute the step again.
+        writer: A rank that keeps its state.
     """
     if rank not in channel.ranks:
         return False
@@ -40,7 +43,7 @@ def is_for(channel: Channel, rank: int, alone: Collection[int], writer: int) -> 
 
 
 class LogExchange:
-    """The exchange of logs among ranks. Made and used by all ranks, on the training thread.
+    """Exchanges logs among ranks. Made and used by all ranks, on the training thread.
 
     Args:
         comm: The ranks.
@@ -68,7 +71,7 @@ class LogExchange:
         self._comm, self._recovery = comm, recovery
         steps = range(since + 1, recovery.step + 1)
         mine: dict[tuple[int, int], SealedLog] = {}
-        for sealed in sorted(logs, key=lambda one: one.header.generation):  # the newest life's counts
+        for sealed in sorted(logs, key=lambda one: one.header.generation):  # the newest life's log replaces older ones
             head = sealed.header
             if head.world_size == comm.world_size and head.generation in lives and head.step in steps:
                 mine[head.rank, head.step] = sealed
@@ -90,7 +93,7 @@ class LogExchange:
         self._outgoing = [mine[key] for key in chosen]
 
     def received(self) -> dict[int, Received]:
-        """Returns, by step, what this rank received then; nothing on a rank that keeps its state. A collective.
+        """Returns step -> the messages that this rank received then; nothing if it keeps its state. A collective.
 
         Raises:
             NotUsableError: A log is damaged, or cannot be read; or some rank has no memory for it.
@@ -106,10 +109,10 @@ class LogExchange:
         return together(comm, lambda: _unpacked(expected))
 
     def _room_for(self, sizes_by_holder: Sequence[Mapping[str, Sequence[int]]]) -> dict[int, list[torch.Tensor]]:
-        """Where goes what each rank gives to this one.
+        """Returns empty tensors for the bytes that each rank sends to this one.
 
         Args:
-            sizes_by_holder: Of each rank: to whom it gives tensors of which sizes.
+            sizes_by_holder: Per sending rank: receiving rank -> sizes of the tensors.
         """
         me, expected = self._comm.rank, dict[int, list[torch.Tensor]]()
         for holder, sizes_of in enumerate(sizes_by_holder):
@@ -118,7 +121,8 @@ class LogExchange:
         return expected
 
     def _packed(self) -> dict[int, list[torch.Tensor]]:
-        """For each rank that computes steps again what this one gives: headers, and bytes of messages."""
+        """Returns for each rank that computes steps again what this rank sends to it: headers, and bytes of
+        messages."""
         alone = set(self._recovery.ranks)
         heads: dict[int, list[list[object]]] = defaultdict(list)
         bodies: dict[int, list[torch.Tensor]] = defaultdict(list)
@@ -139,7 +143,7 @@ class LogExchange:
 
 
 def _unpacked(expected: Mapping[int, Sequence[torch.Tensor]]) -> dict[int, Received]:
-    """step -> what was received. Raises ``DamagedError`` for what was damaged on the way."""
+    """Returns step -> messages received. Raises ``DamagedError`` if one was damaged on the way."""
     received: dict[int, dict[Channel, list[tuple[Message, torch.Tensor]]]] = defaultdict(lambda: defaultdict(list))
     for holder, (head, data) in sorted(expected.items()):
         at = 0
@@ -155,12 +159,12 @@ def _unpacked(expected: Mapping[int, Sequence[torch.Tensor]]) -> dict[int, Recei
 
 
 class Answers:
-    """Hands out what was received in one step, in the order in which it came.
+    """Hands out the messages that were received in one step, in their order.
 
     Args:
-        step: That is computed again.
-        received: Then.
-        diverges: Called before it is said that something else is needed now.
+        step: The step that is computed again.
+        received: Messages received in that step.
+        diverges: Called before ``ReplayDivergedError`` is raised.
     """
 
     def __init__(self, step: int, received: Received, diverges: Callable[[], None] = lambda: None) -> None:
@@ -172,7 +176,7 @@ class Answers:
         """Writes the next message of ``channel``.
 
         Raises:
-            ReplayDivergedError: There is none, or it was of another type or shape, or in another place.
+            ReplayDivergedError: There is none, or it had another type, shape or place.
         """
         messages = self._unanswered.get(channel)
         if not messages:
@@ -191,7 +195,7 @@ class Answers:
             into.copy_(tensor.view(into.shape))
 
     def require_all_given(self) -> None:
-        """Raises ``ReplayDivergedError`` if something was received the first time, and is not needed now."""
+        """Raises ``ReplayDivergedError`` if a message that was received the first time was not needed now."""
         for channel, messages in self._unanswered.items():
             if messages:
                 raise self._diverged(f"{channel} was received then, and not now ({len(messages)} left)")

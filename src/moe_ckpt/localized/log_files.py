@@ -1,7 +1,7 @@
-"""The files of upstream logs: what one rank sent over its stage's boundaries in one step.
+"""The files of upstream logs. A log has the messages that one rank sent over its stage's boundaries in one step.
 
-They lie beside the slots in the rank's memory directory. The messages follow one another in a file; when the step has
-ended, a header is written beside it, a sealed document (``format.sealed``).
+The files are in the rank's memory directory, beside its slots. One file has the messages, one after the other. When the
+step has ended, a header is written to a second file, as a sealed document (``format.sealed``).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _BODY: Schema = {
 
 @dataclass(frozen=True)
 class Channel:
-    """Messages that follow one another in the order of the program.
+    """A sequence of messages in the order of the program.
 
     Attributes:
         kind: ``SEND``, or the name of a collective.
@@ -85,11 +85,11 @@ class Message:
     """One tensor that crossed a boundary.
 
     Attributes:
-        channel: It came through.
-        number: Of the message in its channel and step, from 0, in the order of the program.
-        dtype: As named in headers (``format.shard``).
-        shape: Of the tensor.
-        checksum: XXH3-64 of its bytes.
+        channel: Channel of the message.
+        number: Number of the message in its channel and step, from 0.
+        dtype: Type of the tensor, as named in headers (``format.shard``).
+        shape: Shape of the tensor.
+        checksum: XXH3-64 of the tensor's bytes.
     """
 
     channel: Channel
@@ -100,7 +100,7 @@ class Message:
 
     @property
     def nbytes(self) -> int:
-        """Its bytes in the file, in which messages follow one another."""
+        """Bytes of the message in the file."""
         return math.prod(self.shape) * itemsize(self.dtype)
 
 
@@ -110,14 +110,14 @@ class LogHeader:
 
     Attributes:
         run_id: Of the store.
-        life: Names the life of the run.
+        life: Name of the life of the run.
         generation: Of that life.
-        history: Generation of the life in which all ranks went on from one checkpoint last: since then nothing was
-            computed twice but by what was logged.
-        rank: That sent.
-        world_size: Ranks of that life.
+        history: Generation of the newest life in which all ranks went on from one checkpoint. Since then steps were
+            computed again only from logs.
+        rank: Rank that sent the messages.
+        world_size: Number of ranks of that life.
         layout: Degrees of parallelism of that life, as text.
-        step: In which it was sent.
+        step: Step in which the messages were sent.
         messages: In the order in which they were sent.
     """
 
@@ -162,14 +162,14 @@ def encode_log(header: LogHeader) -> bytes:
 
 
 def decode_log(raw: bytes, path: str) -> LogHeader:
-    """Returns what ``encode_log`` was given.
+    """Inverse of ``encode_log``.
 
     Args:
-        path: For messages.
+        raw: Bytes of the file.
+        path: Of the file, for messages.
 
     Raises:
-        DamagedError: It is not as it was written, or of another format; or a message lacks, or is there twice, or in
-            the place of another one.
+        DamagedError: The header is damaged or of another format; or a message is missing, doubled or misplaced.
     """
     body = unseal(raw, path)
     require(_BODY, body, path, _NOT_OURS)
@@ -203,14 +203,14 @@ class LogWriter:
     """Writes the log of one step. On one thread.
 
     Args:
-        directory: Of the rank.
-        step: In which messages are sent.
+        directory: Memory directory of the rank.
+        step: Step in which messages are sent.
 
     Attributes:
-        nbytes: Written so far.
+        nbytes: Bytes written so far.
 
     Raises:
-        OSError: The file cannot be made.
+        OSError: The file cannot be created.
     """
 
     def __init__(self, directory: Path, step: int) -> None:
@@ -224,13 +224,13 @@ class LogWriter:
         """Adds a message.
 
         Args:
-            channel: It went through.
-            number: Of the message in the channel.
+            channel: Channel of the message.
+            number: Number of the message in the channel.
             tensor: Contiguous, in host memory.
 
         Raises:
             MemoryFullError: There is no room.
-            OSError: It cannot be written.
+            OSError: The file cannot be written.
         """
         raw = tensor.reshape(-1).view(torch.uint8).numpy().data
         checksum = xxhash.xxh3_64_hexdigest(raw)
@@ -247,10 +247,10 @@ class LogWriter:
         self.nbytes += len(raw)
 
     def seal(self, header: LogHeader) -> None:
-        """Seals the log of an ended step: later processes may read it.
+        """Seals the log of a step that has ended: from now on later processes may read it.
 
         Args:
-            header: What those of other steps have as well.
+            header: The header without step and messages.
         """
         header = replace(header, step=self._step, messages=tuple(self._messages))
         unfinished = self._path.with_suffix(".tmp")
@@ -264,7 +264,7 @@ class LogWriter:
         self.close()
 
     def close(self) -> None:
-        """Lets go of the file. Twice does no harm."""
+        """Closes the file. May be called twice."""
         descriptor, self._descriptor = self._descriptor, -1
         if descriptor >= 0:
             os.close(descriptor)
@@ -280,7 +280,8 @@ class SealedLog:
     """A log that was sealed.
 
     Attributes:
-        path: Of its files, without a suffix.
+        path: Path of its files, without a suffix.
+        header: The header.
     """
 
     path: Path
@@ -290,7 +291,7 @@ class SealedLog:
         """Yields every message with its tensor, in the order in which they were sent.
 
         Raises:
-            DamagedError: A message is not as it was written.
+            DamagedError: A message is damaged.
             OSError: The file cannot be read.
         """
         path = self.path.with_suffix(MESSAGES_SUFFIX)
@@ -306,7 +307,7 @@ class SealedLog:
 
 
 def sealed_logs(directory: Path) -> list[SealedLog]:
-    """Returns the logs of a rank's directory, oldest first. Damaged logs are not used, and a warning says so."""
+    """Returns the logs in a rank's directory, oldest first. Damaged logs are left out, with a warning."""
     logs = []
     for path in sorted(directory.glob(f"*{SEALED_SUFFIX}")):
         try:
@@ -321,7 +322,7 @@ def sealed_logs(directory: Path) -> list[SealedLog]:
 
 
 def remove_log(path: Path) -> None:
-    """Deletes a log; a warning tells of trouble."""
+    """Deletes a log. A failure is only a warning."""
     try:
         for suffix in (SEALED_SUFFIX, MESSAGES_SUFFIX, ".tmp"):
             path.with_suffix(suffix).unlink(missing_ok=True)

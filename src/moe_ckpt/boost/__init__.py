@@ -1,1 +1,1 @@
-"""Gives experts that came back stale more tokens, until they have made up for those that they lost."""
+"""Gives stale experts more tokens after a recovery, until they have made up for their lost tokens."""

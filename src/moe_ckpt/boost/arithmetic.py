@@ -1,18 +1,18 @@
-"""Extra capacity for an expert that came back stale, until it has made up for the tokens that it lost.
+"""Computes the extra capacity of stale experts, until they have made up for their lost tokens.
 
 MoEtion (arXiv 2412.15411 v1), section 6: "these recovering experts process 10% more tokens until the lost tokens are
-replenished", out of capacity that other experts leave unused. Of each layer two rows of whole numbers are kept per
-rank, ``[E]`` each:
+replenished", out of capacity that other experts leave unused. Each rank has two rows of whole numbers per layer,
+``[E]`` each:
 
-    left      tokens that the expert has still to process beyond its ordinary share
-    carried   what rounding left of earlier passes' portions, in units of ``1 / UNIT`` token
+    backlog   tokens that the expert has still to process beyond its ordinary share
+    carried   the rounded-off part of earlier passes' portions, in units of ``1 / UNIT`` token
 
-One forward pass of one rank is decided by itself: ``allowance`` says how many more tokens each expert may get,
-``share`` deals out what there is, and what was really given is subtracted from ``left``. So a boost ends with the very
-token that was lost last, never later, and no rank asks another.
+Each forward pass of a rank is decided by itself: ``allowance`` computes how many more tokens each expert may get,
+``share`` divides the unused capacity, and the tokens taken are subtracted from the backlog. So a boost ends exactly
+with the last lost token, and ranks need no messages.
 
-The functions use nothing but what arrays of numpy and tensors of torch have in common: tests and simulations call them
-with the former, routers with the latter, which then stay on their device.
+The functions use only operations that numpy arrays and torch tensors have in common: tests and simulations call them
+with the former, routers with the latter, which stay on their device.
 """
 
 from __future__ import annotations
@@ -27,30 +27,28 @@ Ints = Any
 
 
 def parts_of(boost: float) -> int:
-    """``boost`` (0.1: 10 % more) as a whole number of ``1 / UNIT``."""
+    """Returns ``boost`` (0.1: 10 % more) as a whole number of ``1 / UNIT``."""
     return max(1, round(boost * UNIT))
 
 
 def allowance(ordinary: Ints, outstanding: Ints, carried: Ints, parts: int) -> tuple[Ints, Ints]:
-    """Returns the extra tokens that each expert may get in one pass: its portion and the rounding remainder.
-
-    Never more than ``outstanding``.
+    """Returns the extra tokens that each expert may get in one pass: its portion and the carried remainder.
 
     Args:
         ordinary: Tokens that the expert gets, or has room for, without a boost.
-        outstanding: Tokens still to make up.
-        carried: What rounding left of earlier passes. Whole tokens that were allowed and not used are not carried.
-        parts: Of ``parts_of``.
+        outstanding: Tokens still to make up, which the extra tokens do not exceed.
+        carried: Rounded-off part of earlier passes. Whole tokens that were allowed and not used are not carried.
+        parts: Result of ``parts_of``.
 
     Returns:
-        The tokens; and ``carried`` for the next pass, 0 where nothing is left.
+        The extra tokens; and ``carried`` for the next pass, 0 for experts without a backlog.
     """
     due = (ordinary * parts + carried) * (outstanding > 0)
     return (due // UNIT).clip(max=outstanding), due % UNIT
 
 
 def share(demand: Ints, pool: Ints) -> Ints:
-    """Divides ``pool`` (one number) in proportion to the demand; none gets more than that.
+    """Divides ``pool`` (one number) in proportion to the demand; no expert gets more than its demand.
 
     Shares are rounded down; one more goes to the first of those that were rounded, until the sum is
     ``min(pool, demand.sum())``.
@@ -63,14 +61,14 @@ def share(demand: Ints, pool: Ints) -> Ints:
 
 
 def capacities(capacity: int, unused: Ints, extra: Ints) -> Ints:
-    """Capacity of each expert of a layer, after some experts got ``extra`` out of unused capacity.
+    """Returns the capacity of each expert of a layer, after some experts got ``extra`` out of unused capacity.
 
-    Their sum is as before, and no expert has less than it uses.
+    The sum of capacities does not change, and no expert has less than it uses.
 
     Args:
-        capacity: Of each expert without a boost.
-        unused: Of that, what the expert's tokens leave.
-        extra: Tokens beyond ``capacity``; in sum at most that of ``unused``, and 0 for experts that leave any.
+        capacity: Capacity of each expert without a boost.
+        unused: Part of the capacity that the expert does not use.
+        extra: Tokens beyond ``capacity``; in sum at most that of ``unused``, and 0 for experts with unused capacity.
     """
     return capacity + extra - share(unused, extra.sum())
 
@@ -78,13 +76,13 @@ def capacities(capacity: int, unused: Ints, extra: Ints) -> Ints:
 def deal(tokens: Ints, ranks: int, number: int) -> Ints:
     """Returns one rank's part of lost tokens. The parts differ by at most one, and sum to ``tokens``.
 
-    What cannot be divided begins with another rank for each expert.
+    The remainder of each expert begins with another rank.
 
     Args:
         tokens: ``[..., E]``, a numpy array.
-        ranks: That route tokens to these experts.
-        number: Which of them, from 0.
+        ranks: Number of ranks that route tokens to these experts.
+        number: Number of the rank among them, from 0.
     """
     over = tokens % ranks
-    first = tokens.cumsum(-1) - tokens  # so that experts that lost one token each do not all go to one rank
+    first = tokens.cumsum(-1) - tokens  # so that single lost tokens of many experts do not all go to one rank
     return tokens // ranks + ((number - first) % ranks < over)

@@ -1,12 +1,12 @@
-"""The capacity boost of one MoE layer on this rank, and the port by which a router takes it (``boost.arithmetic``).
+"""The capacity boost of one MoE layer on this rank, and the port by which a router applies it (``boost.arithmetic``).
 
-A router that limits how many tokens an expert takes has a capacity, and asks ``LayerBoost.capacities``. One that does
-not, chooses by scores: ``LayerBoost.select`` gives an expert that is behind the tokens that came nearest to choosing
-it. That is what a bias on its score would do, added for the choice only and never to the weights; the bias is the
-smallest that brings in the tokens allowed, found anew in each forward pass, so that none is left when the boost ends.
-A bias of one size for all passes could only be tuned from step to step, and would overshoot.
+A router with a capacity per expert asks ``LayerBoost.capacities``. A router without one chooses by scores:
+``LayerBoost.select`` gives a stale expert the tokens that came nearest to choosing it. That is the effect of a bias on
+its score, for the choice only and not for the weights. The bias is computed anew in each forward pass, as the smallest
+one that brings in the allowed tokens, so that none remains when the boost ends. A constant bias could only be tuned
+from step to step, and would overshoot.
 
-Everything is computed where routing happens, with kernels whose number does not depend on the number of experts, and
+Everything is computed on the router's device, with kernels whose number does not depend on the number of experts, and
 nothing waits for a device. Passes that activation checkpointing repeats inside backward repeat their decisions.
 """
 
@@ -25,12 +25,12 @@ _NEVER = float("inf")
 
 
 class BoostPort(Protocol):
-    """The way in which the router of one layer of a live model takes a boost. Used on the training thread.
+    """Applies a boost to the router of one layer of a live model. Used on the training thread.
 
     Attributes:
         layer: Name of the MoE layer.
-        experts: E of it.
-        router: Class of what routes in it, for messages.
+        experts: E, its number of experts.
+        router: Class name of its router, for messages.
     """
 
     layer: str
@@ -38,37 +38,38 @@ class BoostPort(Protocol):
     router: str
 
     def refusal(self) -> str | None:
-        """Returns why the router cannot take a boost, and what would make it work; None if it can, as far as is known.
+        """Returns why the router cannot apply a boost, and what would make it work; None if it can, as far as is known.
 
-        Some only know after the first forward pass. Alike on every rank that has the layer.
+        Some ports only know after the first forward pass. Equal on every rank that has the layer.
         """
         ...
 
     def attach(self, boost: LayerBoost) -> None:
-        """The router asks ``boost`` from its next forward pass in training mode on."""
+        """Makes the router ask ``boost`` from its next forward pass in training mode on."""
         ...
 
     def detach(self) -> None:
-        """Makes the router as it was. May be called twice."""
+        """Restores the router. May be called twice."""
         ...
 
 
 class LayerBoost:
-    """Tokens that the experts of one layer have still to make up on this rank.
+    """The tokens that the experts of one layer have still to make up on this rank.
 
     ``capacities`` and ``select`` are for routers, in forward passes of training. Steps end with ``commit`` or
-    ``discard``; what a step's passes took counts then.
+    ``discard``, which books or forgets the tokens that the step's passes took.
 
     Args:
         backlog: ``[E]`` tokens still to make up, int64.
-        carried: ``[E]`` of ``boost.arithmetic``.
-        parts: Of ``boost.arithmetic.parts_of``.
+        carried: ``[E]`` as of ``boost.arithmetic``.
+        parts: Result of ``boost.arithmetic.parts_of``.
+        stopwatch: Counts the time of calls by routers.
 
     Attributes:
         backlog: As of the newest step. Never changed in place.
-        carried: Likewise.
-        asked: A router has ever asked.
-        stopwatch: Counts what routers ask for.
+        carried: As of the newest step. Never changed in place.
+        asked: True if a router has ever asked.
+        stopwatch: As the argument.
     """
 
     def __init__(
@@ -89,13 +90,13 @@ class LayerBoost:
     def capacities(self, assigned: torch.Tensor, capacity: int) -> torch.Tensor:
         """Returns how many tokens each expert may take in this pass, ``[E]`` int64, in sum ``E * capacity``.
 
-        An expert that is behind gets up to 10 % more than ``capacity`` (or what the policy says), as far as more choose
-        it and others leave so much. Call it once per forward pass, and let experts take as many: what they may take is
-        counted as taken.
+        A stale expert gets up to 10 % more than ``capacity`` (or as the policy says), as far as more tokens choose it
+        and other experts leave capacity unused. To be called once per forward pass. Experts must take as many tokens as
+        allowed, since these are counted as taken.
 
         Args:
             assigned: ``[E]`` tokens that chose each expert, before any is dropped.
-            capacity: Of each expert without a boost.
+            capacity: Capacity of each expert without a boost.
         """
         unused = (capacity - assigned).clip(min=0)
         extra = self.extra((assigned - capacity).clip(min=0), unused, capacity)
@@ -105,12 +106,12 @@ class LayerBoost:
     @timed
     @torch.no_grad()
     def extra(self, over: torch.Tensor, unused: torch.Tensor, capacity: int) -> torch.Tensor:
-        """Returns how many tokens beyond ``capacity`` each expert takes in this pass, ``[E]``: ``capacities`` in parts.
+        """Returns how many tokens beyond ``capacity`` each expert takes in this pass, ``[E]``.
 
         Args:
-            over: ``[E]`` tokens that chose it and would be dropped.
-            unused: ``[E]`` of its capacity.
-            capacity: Of each expert.
+            over: ``[E]`` tokens that chose the expert and would be dropped.
+            unused: ``[E]`` unused part of the expert's capacity.
+            capacity: Capacity of each expert.
         """
         self._move_to(over.device)
 
@@ -132,17 +133,17 @@ class LayerBoost:
         real: torch.Tensor | None = None,
         within: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Returns ``chosen``, in which some tokens have an expert that is behind in place of their weakest one.
+        """Returns ``chosen``, in which some tokens have a stale expert in place of their weakest one.
 
-        An expert that ``n`` tokens chose gets ``n / 10`` more (or what the policy says): those whose score of it is the
-        least below that of the weakest expert they chose. Experts that are behind give none of theirs away. Compute
-        the weights of what is returned from ``scores`` as ever: ``scores.gather(-1, chosen)``.
+        A stale expert that ``n`` tokens chose gets ``n / 10`` more (or as the policy says): those whose score of it is
+        the least below that of the weakest expert they chose. Stale experts lose no tokens. The router computes weights
+        for the result as usual: ``scores.gather(-1, chosen)``.
 
         Args:
-            scores: ``[T, E]`` that the choice went by: logits or probabilities, with any bias of the router's own.
-            chosen: ``[T, k]`` experts, of the highest scores.
-            real: ``[T]`` False for padding, which is neither counted nor given to others; None if all are real.
-            within: ``[T, E]`` experts that the token may choose at all; None if any.
+            scores: ``[T, E]`` scores of the choice: logits or probabilities, with any bias of the router.
+            chosen: ``[T, k]`` experts with the highest scores.
+            real: ``[T]`` False for padding, which is neither counted nor moved; None if all tokens are real.
+            within: ``[T, E]`` True for experts that the token may choose; None if it may choose all.
         """
         self._move_to(scores.device)
         counted = torch.ones_like(chosen) if real is None else real[:, None].expand_as(chosen).long()
@@ -164,15 +165,15 @@ class LayerBoost:
         replacements = torch.where(takes, expert, chosen.gather(1, slot[:, None])[:, 0])
         return chosen.scatter(1, slot[:, None], replacements[:, None])
 
-    # --- for who keeps the state ---
+    # --- for ``boost.life`` ---
 
     def commit(self) -> None:
-        """The step's update was made: what its passes took is made up."""
+        """Subtracts the tokens that the step's passes took, after its update."""
         self.backlog, self.carried = self._backlog_now(), self._carrying
         self.discard()
 
     def discard(self) -> None:
-        """Forgets what was computed since the last step, which led to no update."""
+        """Forgets the passes since the last step, which led to no update."""
         self._taken, self._carrying = torch.zeros_like(self.backlog), self.carried
         self._passes, self._repeated = [], torch.zeros(0, dtype=torch.bool)
 
@@ -190,7 +191,8 @@ class LayerBoost:
             self._taken, self._carrying = self._taken.to(device), self._carrying.to(device)
 
     def _decided(self, mark: torch.Tensor, decide: Callable[[], torch.Tensor], rows: int) -> torch.Tensor:
-        """Returns ``decide()``, ``[rows, E]``; inside backward what it was in the step's pass of the same ``mark``."""
+        """Returns ``decide()``, ``[rows, E]``; inside backward the earlier result for the same ``mark`` in this
+        step."""
         self.asked = True
         if not is_recomputed():
             fresh_decision = decide()
@@ -201,7 +203,7 @@ class LayerBoost:
         marks, decisions = (torch.stack(list(column)) for column in zip(*self._passes, strict=True))
         fresh = torch.zeros(len(marks) - len(self._repeated), dtype=torch.bool, device=mark.device)
         repeated = torch.cat([self._repeated.to(mark.device), fresh])
-        # Passes of the same tokens are told apart by their order, which is that of their backward passes.
+        # Passes with equal marks are distinguished by their order, which is that of their backward passes.
         fits = (marks == mark).all(dim=1).int() * 2 - repeated.int()
         at = fits.argmax()
         self._repeated = repeated.scatter(0, at[None], torch.ones_like(repeated[:1]))
@@ -210,9 +212,9 @@ class LayerBoost:
 
 
 def _margins(scores: torch.Tensor, chosen: torch.Tensor, behind: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns how far each expert is from being chosen by each token, ``[T, E]``, and the slot it would take, ``[T]``.
+    """Returns how far each expert is from being chosen by each token, ``[T, E]``, and the place it would take, ``[T]``.
 
-    Infinite for experts that are chosen, and for tokens that chose none but experts that are behind.
+    The distance is infinite for chosen experts, and for tokens that chose only stale experts.
     """
     values = scores.gather(1, chosen).float().masked_fill(behind[chosen], _NEVER)
     weakest, slot = values.min(dim=1)
@@ -222,7 +224,7 @@ def _margins(scores: torch.Tensor, chosen: torch.Tensor, behind: torch.Tensor) -
 def _nearest(margin: torch.Tensor, most: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns each token's nearest expert, ``[T]``, and whether it takes the token, ``[T]``.
 
-    Of the tokens whose nearest expert it is, an expert takes the ``most`` nearest ones, of equal ones the first.
+    Of the tokens that are nearest to it, an expert takes the ``most`` nearest ones; of equally near ones the first.
     """
     distance, expert = margin.min(dim=1)
     by_distance = distance.argsort(stable=True)

@@ -1,10 +1,9 @@
-"""The capacity boost over a run's life: it begins with a failure that left experts stale, and ends by itself.
+"""Runs the capacity boost: it begins after a failure that left experts stale, and ends by itself.
 
-Each rank makes up a part of the lost tokens with those that it routes, and asks no other rank meanwhile: what a router
-does in a pass depends on that pass and on this rank's part. Parts are in each rank's plain state of every checkpoint,
-as of its step, so that a resume repeats what the run did, or would have done. Only how many tokens are left of all is
-agreed on, along with the tokens of a step: for metrics, and to take the boost out of the routers at the same step on
-all ranks.
+Each rank makes up a part of the lost tokens with the tokens that it routes, without messages: the decision of a router
+in a pass depends only on that pass and on this rank's part. The parts are in each rank's plain state of every
+checkpoint, as of its step, so that a resume repeats what the run did, or would have done. Ranks only agree on the sum
+of remaining tokens, along with the tokens of a step: for metrics, and to end the boost at the same step on all ranks.
 """
 
 from __future__ import annotations
@@ -41,11 +40,11 @@ class Boosting(CapacityBoost):
     """The capacity boost of one run, on this rank. For the training thread only.
 
     Args:
-        boost: Of the policy's needs.
-        ports: Of the MoE layers that this rank routes, by number.
+        boost: As of the policy's needs.
+        ports: Number of an MoE layer that this rank routes -> its port.
         shape: L and E of the whole model.
         comm: The ranks.
-        stopwatch: Counts what routers ask for.
+        stopwatch: Counts the time of calls by routers.
     """
 
     def __init__(
@@ -80,7 +79,7 @@ class Boosting(CapacityBoost):
         here, elsewhere = largest(self._comm, [bool(stored), moved])
         if not here and not fresh.any():
             return
-        if here and elsewhere:  # what ranks had of layers that others route now is dealt out anew
+        if here and elsewhere:  # other ranks route these layers now: their backlog is divided anew
             fresh += self._summed(self._stored_elsewhere(stored, manifest, reader))
             stored = {}
         self._set_up(stored, fresh)
@@ -102,7 +101,7 @@ class Boosting(CapacityBoost):
         for rank in range(self._comm.rank, manifest.world_size, self._comm.world_size):
             try:
                 yield stored if rank == self._comm.rank else _state(rank, manifest, reader).get(_KEY, {})
-            except MoECheckpointError as error:  # not worth a start that fails
+            except MoECheckpointError as error:  # the start must not fail because of it
                 log.warning(
                     "the capacity boost continues without the tokens that rank %d of the checkpoint still had to make "
                     "up: %s",
@@ -110,7 +109,7 @@ class Boosting(CapacityBoost):
                 )
 
     def _set_up(self, stored: Mapping[str, Any], fresh: Counts) -> None:
-        """Begins with what is stored of this rank, and with its part of ``fresh`` ``[L, E]`` tokens."""
+        """Begins with this rank's stored backlog, and its part of ``fresh`` ``[L, E]`` lost tokens."""
         boosted = {at for at in self._ports if fresh[at].any() or str(at) in stored.get("left", {})}
         refused = {at: why for at in boosted if (why := self._ports[at].refusal()) is not None}
         able = np.zeros((self._shape[0], self._comm.world_size), dtype=np.int64)
@@ -162,7 +161,7 @@ class Boosting(CapacityBoost):
         return tokens.then(lambda step_tokens: replace(step_tokens, deficit=outstanding.result()))
 
     def _give_up(self, at: int, why: str) -> None:
-        """It turned out in the first forward pass that the router cannot take a boost, on every rank alike."""
+        """Ends the boost of a layer whose router turned out not to support it, on every rank alike."""
         if self._comm.rank == 0:
             self._say_refused(at, why)
         self._ports[at].detach()
@@ -187,7 +186,7 @@ class Boosting(CapacityBoost):
         self._run_ledger = None
 
     def _summed(self, stored: Iterable[Mapping[str, Any]]) -> Counts:
-        """``[L, E]`` tokens left in ``stored``, of all ranks together. A collective."""
+        """Returns ``[L, E]`` remaining tokens in ``stored``, summed over all ranks. A collective."""
         table = np.zeros(self._shape, dtype=np.int64)
         for plain in stored:
             for at, outstanding in plain.get("left", {}).items():

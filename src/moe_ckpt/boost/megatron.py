@@ -1,10 +1,11 @@
-"""The port by which ``TopKRouter`` of Megatron-Core takes a capacity boost (``boost.layer``).
+"""Applies a capacity boost to ``TopKRouter`` of Megatron-Core (``boost.layer``).
 
-* With a capacity factor: ``apply_router_token_dropping`` knows one capacity for all experts. Its result is kept, and
-  tokens that it dropped are put back, in the order of its drop policy, as many as the boost allows; see ``dropping``.
-* Without one: ``router_replay`` (router_replay.py:114) is asked for the choice by ``topk_routing_with_score_function``
-  (moe_utils.py:702), with the scores that the choice goes by, and Megatron computes the weights of what it returns. A
-  replay of the router's own, or of the user's, is asked first.
+* With a capacity factor: ``apply_router_token_dropping`` has one capacity for all experts. After it, some dropped
+tokens
+  are put back, in the order of its drop policy, as many as the boost allows.
+* Without one: ``topk_routing_with_score_function`` (moe_utils.py:702) gets the choice from ``router_replay``
+  (router_replay.py:114), with the scores of the choice, and Megatron computes the weights of the result. An existing
+  replay, of the router or of the user, is asked first.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ class RouterPort(BoostPort):
         router: Its ``TopKRouter``.
 
     Attributes:
-        real: ``[T]`` of the pass under way, False for padding; None without any.
-        watch: Sees what the router drops, in a pass of training.
+        real: ``[T]`` for the pass under way, False for padding; None without padding.
+        watch: Sees the tokens that the router drops, in a pass of training.
     """
 
     def __init__(self, layer: str, router: nn.Module) -> None:
@@ -89,7 +90,7 @@ class RouterPort(BoostPort):
 
 
 class _BoostedChoice:
-    """Stands for a router's ``router_replay``. before: What was there."""
+    """Replaces a router's ``router_replay``. before: The replaced one."""
 
     def __init__(self, before: Any, boost: LayerBoost, port: RouterPort) -> None:
         self.before = before
@@ -125,7 +126,7 @@ def _of_chosen_groups(chosen: torch.Tensor, scores: torch.Tensor, groups: int) -
 def _put_back(dropping: Dropping, boost: LayerBoost, real: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns (probs, map) after dropping, with the tokens that boosted experts take beyond their capacity.
 
-    With drop_policy "probs" those of the highest weights come first, of equal ones, and with "position", the first.
+    With drop_policy "probs" tokens with the highest weights come first; equal ones, and all with "position", in order.
     """
     retained, capacity = dropping.retained, dropping.capacity
     dropped = dropping.routing_map & ~retained if real is None else dropping.routing_map & ~retained & real[:, None]

@@ -1,8 +1,8 @@
-"""The capacity boost of a torch model, and the ports by which its routers take it (``boost.layer``).
+"""Applies a capacity boost to the routers of a torch model (``boost.layer``).
 
-A module that has the attribute ``moe_boost`` asks it by itself. Any other layer that chooses by ``topk`` over scores of
-its E experts is given another choice there, as torch's functions are called inside its forward pass: the scores that
-come with it are those of the chosen experts, without a bias, so the weights follow as the model computes them.
+A module with the attribute ``moe_boost`` asks it by itself. In any other layer that calls ``topk`` over scores of its E
+experts, the result of that call is changed inside its forward pass. The returned scores are those of the chosen
+experts, without a bias, so that the model computes weights from them as usual.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ def boost_ports(
     """Returns the port of each MoE layer, by its number.
 
     Args:
-        layers: Of the live model.
-        shared: Why no layer can take a boost; None if layers can.
-        passes: Tells which forward passes are training's. None: those of modules in training mode.
+        layers: MoE layers of the live model.
+        shared: Why no layer can apply a boost; None if layers can.
+        passes: Knows which forward passes belong to training; None: those of modules in training mode.
     """
     training_passes, ports = passes or TrainingPasses(), dict[int, BoostPort]()
     for layer in layers:
@@ -41,13 +41,13 @@ def boost_ports(
 
 
 class _Port:
-    """What the ports have in common: hooks on one module.
+    """Base class of the ports, with hooks on one module.
 
     Args:
-        layer: Of the model.
-        module: Of the layer.
+        layer: MoE layer of the model.
+        module: Module of the layer.
         passes: As of ``boost_ports``.
-        refused: Why it can take no boost; None if it can.
+        refused: Why it cannot apply a boost; None if it can.
     """
 
     def __init__(self, layer: FoundLayer, module: nn.Module, passes: TrainingPasses, refused: str | None) -> None:
@@ -123,7 +123,7 @@ class TopKPort(_Port):
 
 
 class _Choosing(TorchFunctionMode):
-    """While it is entered, what ``topk`` chooses among the experts is boosted."""
+    """Changes the results of ``topk`` over scores of experts, while it is entered."""
 
     def __init__(self, is_choice: Callable[[torch.Tensor, int, int], bool], boost: LayerBoost) -> None:
         super().__init__()

@@ -1,9 +1,9 @@
 """Holds copies and sends back until a pipeline's schedule leaves this rank idle, or until they must go.
 
-The arithmetic is ``schedule``; here are the clock and the threads. The adapter says when this rank begins and ends to
-wait for its neighbours, the engine when an iteration begins and when its update does, and every thread that copies or
-sends asks before each chunk. Between the update and the next iteration nothing is held back, and neither is anything
-while training waits for it.
+``schedule`` has the arithmetic, and this module the clock and the threads. The adapter reports when this rank begins
+and ends to wait for its neighbours, the engine when an iteration and its update begin. Every thread that copies or
+sends asks before each chunk. Nothing is held back between the update and the next iteration, nor while training waits
+for it.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ import torch
 from moe_ckpt.bubbles.schedule import MARGIN, Bubble, Pace, clipped, tail_secs, typical
 
 CHUNK_NBYTES = 1 << 20
-"""So little at a time: a copy that began in a bubble ends soon after it."""
+"""Small chunks, so that a copy that began in a bubble ends soon after it."""
 _RECENT = 5
 _TICK_SECS = 1e-6
 
 
 class HostStamps:
-    """Moments of a rank that computes on the CPU: the time at which its thread gets there."""
+    """Takes moments of a rank that computes on the CPU: the times at which its thread reaches them."""
 
     waits_for = None
-    """Nothing: a chunk goes when it is requested."""
+    """Nothing: a chunk goes at once."""
 
     def now(self) -> float:
         return time.perf_counter()
@@ -42,10 +42,10 @@ class HostStamps:
 
 
 class CudaStamps:
-    """Moments of a rank that computes on a GPU: the time at which the device gets there, which the host runs ahead of.
+    """Takes moments of a rank that computes on a GPU: the times at which the device reaches them, after the host.
 
     Attributes:
-        waits_for: The newest moment. A chunk that goes in this bubble is copied behind it, on its own stream.
+        waits_for: The newest moment. A chunk that goes in this bubble is copied after it, on a separate stream.
     """
 
     def __init__(self) -> None:
@@ -65,10 +65,11 @@ class CudaStamps:
 
 @dataclass
 class Tally:
-    """Bytes of one kind that went through a gate.
+    """Counts the bytes of one kind that went through a gate.
 
     Attributes:
-        in_bubbles: Of ``nbytes``, while this rank was idle.
+        nbytes: All bytes.
+        in_bubbles: The bytes that went while this rank was idle.
     """
 
     nbytes: int = 0
@@ -76,22 +77,21 @@ class Tally:
 
 
 class Forecast:
-    """The forecast of an iteration's bubbles, by those of the newest iterations.
+    """Forecasts an iteration's bubbles from those of the newest iterations.
 
-    Changed by the training thread alone; any thread may read the attributes.
+    Only the training thread changes it; any thread may read the attributes.
 
     Args:
-        stage: This rank's place in the pipeline.
-        stages: Their number.
-        chunks: Parts of the model on each rank; with several (interleaved 1F1B) no idle end is expected.
-        stamps: What moments are.
+        stage: This rank's stage in the pipeline.
+        stages: Number of stages.
+        chunks: Model chunks on each rank; with several (interleaved 1F1B) no idle time at the end is expected.
+        stamps: Takes moments.
 
     Attributes:
-        windows: Expected, in seconds from an iteration's beginning; the last may lie behind its end.
-        span_secs: The shortest of the recent times from an iteration's beginning to its update; None until there was
-            one.
-        period_secs: The same, to the beginning of the next one.
-        tail_secs: How long this rank is idle after its own last backward pass, until the pipeline is through.
+        windows: Expected bubbles, in seconds from an iteration's beginning; the last may be after its end.
+        span_secs: Shortest recent time from an iteration's beginning to its update; None until known.
+        period_secs: Shortest recent time from an iteration's beginning to that of the next one; None until known.
+        tail_secs: Time for which this rank is idle after its last backward pass, until the pipeline has finished.
     """
 
     def __init__(self, stage: int, stages: int, chunks: int, stamps: HostStamps | CudaStamps) -> None:
@@ -109,18 +109,18 @@ class Forecast:
         self._last: tuple[object, list[tuple[object, object]]] | None = None
 
     def period(self, secs: float) -> None:
-        """Takes in the seconds from the beginning of one iteration to that of the next."""
+        """Notes the seconds from the beginning of one iteration to that of the next."""
         self._periods.append(secs)
         self.period_secs = min(self._periods)
 
     def iteration(self, began: object, waits: list[tuple[object, object]], span_secs: float, microbatches: int) -> None:
-        """One iteration was computed.
+        """Notes an iteration. Its bubbles are measured with the next one, since a device may still be computing it.
 
         Args:
-            waits: Of this rank for its neighbours, as moments.
-            microbatches: 0 if not known.
-
-        On a device that may still be computing it: it is taken into account when the next one is.
+            began: The moment at which it began.
+            waits: Begin and end of each wait for a neighbour, as moments.
+            span_secs: Time from its beginning to its update.
+            microbatches: Number of micro-batches; 0 if not known.
         """
         last, self._last = self._last, (began, waits)
         self._spans.append(span_secs)
@@ -128,7 +128,7 @@ class Forecast:
         self._iterations += 1
         if last is not None:
             self._measure(*last)
-        # What the pipeline's end leaves idle is spent in the update, behind the last wait that can be seen.
+        # The idle time at the pipeline's end is spent in the update, after the last wait that can be seen.
         estimates = microbatches > 0 and self._estimates
         self.tail_secs = tail_secs(*self._pipeline, microbatches, span_secs) if estimates else 0.0
         seen = typical(self._seen)
@@ -143,11 +143,11 @@ class Forecast:
                 return
             at = max(at, first)
             windows.append(Bubble(at, at := max(at, then)))
-        if self._iterations > 2:  # the first is no measure: connections, allocators and kernels come into being
+        if self._iterations > 2:  # the first is slower: connections, allocators and kernels are set up
             self._seen.append(tuple(windows))
 
     def wait_secs(self, number: int) -> float:
-        """Returns how long the wait of this number is expected to be; 0 until any was measured."""
+        """Returns the expected seconds of the wait of this number; 0 until any was measured."""
         return self.windows[number].secs if self._seen and number < len(self.windows) else 0.0
 
 
@@ -155,16 +155,16 @@ class BubbleGate:
     """The gate of one rank. ``Transfer`` is for threads that copy or send; everything else for the training thread.
 
     Args:
-        stage: This rank's place in the pipeline.
-        stages: Their number, above 1.
-        chunks: See ``Forecast``.
-        on_device: This rank computes on a GPU.
+        stage: This rank's stage in the pipeline.
+        stages: Number of stages, above 1.
+        chunks: As of ``Forecast``.
+        on_device: True if this rank computes on a GPU.
 
     Attributes:
         copied: Bytes that were copied from live tensors.
         sent: Bytes that were sent to peers.
         rates: Bytes per second of the newest copies.
-        holds: False: nothing is held back, but counted all the same.
+        holds: False: nothing is held back, but everything is counted.
     """
 
     def __init__(self, stage: int, stages: int, chunks: int = 1, *, on_device: bool = False) -> None:
@@ -192,7 +192,7 @@ class BubbleGate:
     def beside_nbytes(self) -> int:
         return self.copied.nbytes + self.sent.nbytes - self.bubble_nbytes
 
-    # --- what the engine says ---
+    # --- for the engine ---
 
     def step_begins(self) -> None:
         if self._began is not None:
@@ -222,18 +222,19 @@ class BubbleGate:
             self._began, self._last_began = None, None
             self.changed.notify_all()
 
-    # --- what the adapter says ---
+    # --- for the adapter ---
 
     @contextmanager
     def waiting(self, *, previous: bool = False, following: bool = False) -> Iterator[None]:
-        """This rank waits for its neighbours inside.
+        """Encloses a wait for neighbours.
 
         Args:
-            previous, following: It receives from that stage.
+            previous: True if this rank receives from the previous stage.
+            following: True if this rank receives from the following stage.
         """
         begin = self._stamps.now()
         with self.changed:
-            # What was queued on a device cannot be taken back when the bubble ends.
+            # Copies that were queued on a device cannot be cancelled when the bubble ends.
             self._visit_secs = self.forecast.wait_secs(len(self._waits)) if self._on_device else inf
             self._entered = begin
             self.changed.notify_all()
@@ -248,7 +249,7 @@ class BubbleGate:
                 self._received[0] += previous
                 self._received[1] += following
 
-    # --- what threads that copy or send ask, with ``changed`` ---
+    # --- for threads that copy or send, with ``changed`` ---
 
     @property
     def is_open(self) -> bool:
@@ -257,11 +258,12 @@ class BubbleGate:
 
     @property
     def is_tail(self) -> bool:
-        """The pipeline is not through, but for this rank: what comes next is an update."""
+        """True if this rank has finished its passes, and others have not: its update is next."""
         return self._began is None and time.perf_counter() < self._tail_until
 
     def enter(self, secs: float) -> tuple[bool, torch.cuda.Event | None]:
-        """Returns whether this rank is idle, for so long at least; and what a device must wait for until it is."""
+        """Returns whether this rank is idle for at least ``secs``; and the event that a device must wait for until
+        then."""
         if self._entered is None or self._visit_secs < secs:
             return False, None
         self._visit_secs -= secs
@@ -295,11 +297,12 @@ class Transfer:
     """One copy, or one send, through a gate.
 
     Attributes:
-        gate: That it goes through.
-        tally: It is counted there.
-        nbytes: In all.
-        pace: When it must go beside compute; None: it is not held back.
-        began: What the pace's times count from, on ``time.perf_counter``.
+        gate: The gate.
+        tally: Counts the bytes.
+        nbytes: Bytes in all.
+        pace: Says when the rest must go beside compute; None: nothing is held back.
+        began: Time from which the pace counts, of ``time.perf_counter``.
+        held_secs: Time for which it was held back so far.
     """
 
     chunk_nbytes = CHUNK_NBYTES

@@ -1,7 +1,8 @@
-"""Tells the engine when this rank waits for its neighbours in Megatron's pipeline (MoEtion, section 5.3).
+"""Reports to the gate when this rank waits for its neighbours in Megatron's pipeline (MoEtion, section 5.3).
 
-All of a pipeline's messages pass one method of ``P2PCommunicator``, which schedules make anew in each iteration, so the
-method is wrapped while a loop is attached. It costs two looks at the clock and a lock per message.
+All messages of a pipeline pass one method of ``P2PCommunicator``. Schedules create a new communicator in each
+iteration, so the method of the class is wrapped while a loop is attached. That costs two reads of the clock and a lock
+per message.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ class PipelineWatch:
     """Wraps ``P2PCommunicator`` from ``open`` until ``close``. For a pipeline of several stages.
 
     Args:
-        chunks: Of the model on this rank.
+        chunks: Model chunks on this rank.
 
     Attributes:
-        gate: Holds this rank's copies and sends back; it is told of each wait.
+        gate: Holds this rank's copies and sends back; it gets each wait.
     """
 
     def __init__(self, chunks: Sequence[nn.Module]) -> None:
@@ -41,7 +42,7 @@ class PipelineWatch:
         gate = self.gate
 
         def communicate(communicator: Any, **message: Any) -> Any:
-            if not self._open:  # under another wrapper, which called through
+            if not self._open:  # called by another wrapper
                 return original(communicator, **message)
             receives = {
                 "previous": bool(message.get("recv_prev")),
@@ -50,7 +51,7 @@ class PipelineWatch:
             if message.get("wait_on_reqs", True):
                 with gate.waiting(**receives):
                     return original(communicator, **message)
-            # Interleaved schedules compute on, and wait for what they were handed.
+            # Interleaved schedules go on computing, and wait for the requests later.
             *received, requests = original(communicator, **message)
             return (*received, _watched(gate, requests, receives))
 
@@ -68,7 +69,7 @@ class PipelineWatch:
 
 
 def _watched(gate: BubbleGate, requests: Any, receives: dict[str, bool]) -> Any:
-    """The same requests by name, or in a row; only those that receive tell of a micro-batch."""
+    """Returns wrapped requests, by name or in a row. Only requests that receive count as micro-batches."""
     if isinstance(requests, dict):
         return {
             name: _Request(gate, request, {key: value and name.startswith("recv") for key, value in receives.items()})
@@ -80,7 +81,7 @@ def _watched(gate: BubbleGate, requests: Any, receives: dict[str, bool]) -> Any:
 
 
 class _Request:
-    """A request, whose ``wait`` is told to the gate."""
+    """A request that reports its ``wait`` to the gate."""
 
     def __init__(self, gate: BubbleGate, request: Any, receives: dict[str, bool]) -> None:
         self._gate, self._request, self._receives = gate, request, receives

@@ -1,6 +1,6 @@
-"""Lets only those pipeline stages go back after a failure that lost something.
+"""Lets only the pipeline stages that lost ranks go back after a failure (MoEvement, section 3.4).
 
-What crosses the boundaries of stages is kept by its senders: ``interception`` sees it, ``recording`` keeps it. A rank
-that goes back gets from these logs what its neighbours sent and what groups with them agreed on (MoEvement, section
-3.4) by ``exchange``.
+Ranks log the messages that they send over the boundaries of their stages: ``interception`` sees them, and ``recording``
+writes them. A rank that goes back gets from these logs the messages of its neighbours, and the results of collectives
+with them, by ``exchange``.
 """

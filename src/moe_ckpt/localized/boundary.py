@@ -1,4 +1,4 @@
-"""This rank's traffic over the boundaries of its stage: logged, and answered from logs while its stage is alone."""
+"""Logs this rank's messages over the boundaries of its stage, and answers from logs while the stage computes alone."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Boundary:
     """The boundary of this rank's stage (see the module). On the training thread.
 
     Args:
-        stage_of: Of each rank, its pipeline stage.
-        log: Keeps what is sent; None to keep nothing.
-        stopwatch: Counts what that takes.
+        stage_of: Per rank, its pipeline stage.
+        log: Gets messages that are sent; None to log nothing.
+        stopwatch: Counts the time of all methods.
     """
 
     def __init__(self, stage_of: Sequence[int], log: UpstreamLog | None, stopwatch: Stopwatch | None = None) -> None:
@@ -34,7 +34,7 @@ class Boundary:
 
     @property
     def is_alone(self) -> bool:
-        """True while this rank's stage computes a step again, to which others do not answer."""
+        """True while this rank's stage computes a step again, without the other stages."""
         return self._answers is not None
 
     def before_first(self, call: Callable[[], None]) -> None:
@@ -49,15 +49,15 @@ class Boundary:
             first()
 
     def rest(self) -> None:
-        """Ends the step, for a loop whose stages talk before the next: what crosses until ``begin`` belongs to no step.
+        """Ends the step, for a loop whose stages communicate between steps.
 
-        Stages that are alone leave it out.
+        Messages until ``begin`` belong to no step, and stages that compute alone do not send them.
         """
         self._resting = True
 
     @contextlib.contextmanager
     def aside(self) -> Iterator[None]:
-        """Encloses a validation: what crosses belongs to no step, and stages that are alone leave it out."""
+        """Encloses a validation. Its messages belong to no step, and stages that compute alone do not send them."""
         self._aside = True
         try:
             yield
@@ -65,19 +65,19 @@ class Boundary:
             self._aside = False
 
     def go_alone(self, ranks: Collection[int], answers: Answers) -> None:
-        """The next step is computed by ``ranks``, of which this is one; ``answers`` has what the others sent."""
+        """Makes ``ranks``, this one included, compute the next step alone, with ``answers`` of the other ranks."""
         self._alone, self._answers = frozenset(ranks), answers
 
     def together(self, step: int | None = None) -> None:
         """Lets all ranks compute from here on.
 
         Args:
-            step: That this rank has come up to; None if it did not get there.
+            step: The step that this rank has reached; None if it failed before.
         """
         self._alone, self._answers, self._came_up = frozenset(), None, step
 
     def _passes(self) -> None:
-        """A message is sent or awaited: of training, or of an evaluation, which is never computed again."""
+        """Notes that a message of training, or of an evaluation, is sent or awaited. Evaluations are never replayed."""
         self.begin()
         if self._aside:
             return
@@ -100,14 +100,14 @@ class Boundary:
 
     @timed
     def sends(self, channel: Channel, tensor: torch.Tensor) -> bool:
-        """A message is sent. Returns whether it really is to be."""
+        """Logs a message. Returns whether it must be sent."""
         self._passes()
         self._keep(channel, [tensor])
         return self._answers is None or channel.ranks[1] in self._alone
 
     @timed
     def receives(self, channel: Channel, tensor: torch.Tensor) -> bool:
-        """A message is awaited. Returns whether it was written into ``tensor``, so that no rank need send it."""
+        """Answers a receiving call from logs, if this stage computes alone. Returns whether ``tensor`` was written."""
         self._passes()
         if self._answers is None or channel.ranks[0] in self._alone:
             return False
@@ -116,7 +116,7 @@ class Boundary:
 
     @timed
     def answers(self, channel: Channel, results: Sequence[torch.Tensor]) -> bool:
-        """A group is about to agree. Returns whether its ``results`` were written, so that it need not."""
+        """Answers a collective from logs, if this stage computes alone. Returns whether ``results`` were written."""
         if self._resting and self._came_up is not None:
             raise ReplayDivergedError(
                 self._came_up, f"{channel} is needed right after it, but ranks that kept their state take no part"
@@ -130,12 +130,13 @@ class Boundary:
 
     @timed
     def agreed(self, channel: Channel, results: Sequence[torch.Tensor]) -> None:
-        """A group has agreed."""
+        """Logs the results of a collective."""
         self._keep(channel, results)
 
     @timed
     def refused(self, channel: Channel) -> None:
-        """A call crosses a boundary whose results differ between ranks, or whose sender is not known."""
+        """Ends logging, after a call over a boundary whose results differ between ranks, or whose sender is not
+        known."""
         if self._log is not None:
             self._log.give_up(f"{channel}: its results are not the same on all ranks, or its sender is not known")
 

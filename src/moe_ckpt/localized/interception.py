@@ -1,8 +1,8 @@
-"""Intercepts this rank's messages by ``torch.distributed``, and may answer them itself.
+"""Intercepts this rank's calls of ``torch.distributed``, and may answer them itself.
 
-Frameworks have no hook for that: Megatron's schedules, gradient reductions and optimizers call functions of the module,
-which are replaced here until ``close``, also where another module has imported one by name. Calls within one stage, and
-of other threads than training's, pass as they are; that costs one look into a dictionary.
+Frameworks have no hook for that: Megatron's schedules, gradient reductions and optimizers call functions of the module.
+These are replaced until ``close``, also in modules that have imported one by name. Calls within one stage, and calls of
+other threads, are passed on after one dictionary look-up.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _ALIKE: dict[str, tuple[int, _Results]] = {
     "all_gather_single": (2, lambda of: [of(0, "output_tensor")]),
     "barrier": (0, lambda of: []),
 }
-"""Collectives with equal results on all ranks: place of the argument ``group``, and where the results are."""
+"""Collectives with equal results on all ranks: position of the argument ``group``, and how to find the results."""
 _APART = {
     "reduce": 3,
     "gather": 3,
@@ -46,14 +46,14 @@ _APART = {
     "all_reduce_coalesced": 2,
     "all_gather_coalesced": 2,
 }
-"""Collectives that do not, or that are not logged."""
+"""Other collectives, which are not logged: position of the argument ``group``."""
 
 
 class Interception:
     """Replaces the functions of ``torch.distributed`` until ``close``; they act on this thread only.
 
     Args:
-        boundary: Called for each message; may answer in its place.
+        boundary: Called for each message; may answer it.
     """
 
     def __init__(self, boundary: Boundary) -> None:
@@ -79,13 +79,14 @@ class Interception:
         if original is None:  # another release of torch
             return
         ours = functools.wraps(original)(kind(name, original))
-        for module in (dist, distributed_c10d):  # the latter's own functions find each other there
+        for module in (dist, distributed_c10d):  # the latter's functions call each other by its names
             if getattr(module, name, None) is original:
                 setattr(module, name, ours)
                 self._replaced.append((module, name, original, ours))
 
     def _replace_by_name(self) -> None:
-        """The same where loaded modules, but torch's own, have imported a function by name, as Megatron's timers do."""
+        """Replaces functions in loaded modules that have imported one by name, as Megatron's timers do; not in
+        torch."""
         ours_of = {id(original): (original, ours) for _, _, original, ours in self._replaced}
         others = [module for name, module in list(sys.modules.items()) if name.partition(".")[0] != "torch"]
         for module in (other for other in others if isinstance(other, ModuleType)):
@@ -96,7 +97,7 @@ class Interception:
                     self._replaced.append((module, name, original, ours))
 
     def close(self) -> None:
-        """Restores the functions. Where other code has replaced them since, they only call through."""
+        """Restores the functions. If other code has replaced them meanwhile, they only call the originals."""
         self._open = False
         while self._replaced:
             module, name, original, ours = self._replaced.pop()
@@ -110,7 +111,7 @@ class Interception:
         return self._open and not self._within and threading.get_ident() == self._thread
 
     def _ranks(self, group: Any) -> tuple[tuple[int, ...], bool]:
-        """Members of a group, and whether they are of several stages."""
+        """Returns the members of a group, and whether they belong to several stages."""
         entry = self._groups.get(id(group))
         if entry is None or entry[0] is not group:
             ranks = tuple(sorted(dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)))
@@ -119,7 +120,7 @@ class Interception:
         return entry[1], entry[2]
 
     def _peer(self, call: _Call, end: str) -> int | None:
-        """Returns the other rank of a message; None if it may come from any. end: "src" or "dst"."""
+        """Returns the other rank of a message; None if it may come from any rank. end: "src" or "dst"."""
         of_group = call.argument(4, f"group_{end}")
         if of_group is not None:
             group = call.argument(2, "group")
@@ -221,7 +222,7 @@ class _Call(NamedTuple):
 
 
 class Done:
-    """Stands for a ``torch.distributed.Work`` whose result is there."""
+    """Replaces a ``torch.distributed.Work`` whose result is complete."""
 
     def wait(self, *args: Any, **kwargs: Any) -> bool:
         """Returns at once."""
@@ -237,7 +238,7 @@ class Done:
 
 
 class _Awaited:
-    """A ``Work`` whose results are there when somebody has waited for it."""
+    """Wraps a ``Work``, and logs its results when they are complete."""
 
     def __init__(self, work: Any, agreed: Callable[[], None]) -> None:
         self._work, self._agreed = work, agreed

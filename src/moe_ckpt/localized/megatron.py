@@ -1,4 +1,4 @@
-"""Logs what crosses the boundaries of this rank's pipeline stage, and lets the stage compute steps again alone."""
+"""Logs messages over the boundaries of this rank's pipeline stage, and lets the stage compute steps again alone."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ _REFUSED = {
         "run has shown that a stage that is alone comes to the same bits"
     ),
 }
-"""Settings of Megatron's model that a log does not go with, and why."""
+"""Settings of Megatron's model that do not work with an upstream log, and why."""
 
 
 def upstream_budget(options: Options, stages: Mapping[int, int], chunks: Sequence[Any]) -> int:
-    """Returns how many bytes this rank's log may take.
+    """Returns the most bytes of this rank's log.
 
     Args:
-        options: The user's.
+        options: The user's options.
         stages: Rank -> pipeline stage.
-        chunks: Of the model on this rank.
+        chunks: Model chunks on this rank.
 
     Raises:
-        ConfigError: The pipeline has one stage, or the options contradict each other.
-        UnsupportedError: Its schedule does not send by ``torch.distributed``.
+        ConfigError: The pipeline has one stage, or options contradict each other.
+        UnsupportedError: The schedule does not send by ``torch.distributed``.
     """
     budget = 0 if options.memory is None else int(options.memory.upstream_bytes or 0)
     if len(set(stages.values())) == 1:
@@ -66,12 +66,12 @@ def upstream_budget(options: Options, stages: Mapping[int, int], chunks: Sequenc
 
 
 class PipelineStage(LocalizedRecovery):
-    """This rank's messages over the boundaries of its stage. On the training thread.
+    """Logs and answers this rank's messages over the boundaries of its stage. On the training thread.
 
     Args:
-        driver: Of the run, whose session opens later.
+        driver: Driver of the run; its session opens later.
         stages: Rank -> pipeline stage.
-        chunks: Of the model on this rank.
+        chunks: Model chunks on this rank.
 
     Raises:
         ConfigError, UnsupportedError: As ``upstream_budget``.
@@ -126,13 +126,13 @@ class PipelineStage(LocalizedRecovery):
     # --- training ---
 
     def resumed(self, iteration: int) -> None:
-        """``resume`` is done: from here on messages are seen.
+        """Begins to intercept messages, after ``resume``.
 
         Args:
-            iteration: That training begins after.
+            iteration: The iteration after which training begins.
         """
         if self._rejoining is None:
-            self._log.drop(sys.maxsize)  # what is computed from here on need not be what was computed then
+            self._log.drop(sys.maxsize)  # steps computed from now on may differ from the logged ones
         else:
             self._log.continue_history(self._rejoining.part.history)
         self.boundary.before_first(lambda: self._begin(iteration))
@@ -152,7 +152,7 @@ class PipelineStage(LocalizedRecovery):
         self._sealed = self._log.step_ends()
 
     def step_begins(self, iteration: int) -> None:
-        """Notes that messages from here on belong to ``iteration``. One that was skipped has no log."""
+        """Notes that messages belong to ``iteration`` from now on. A skipped iteration has no log."""
         since = self._tier.complete_since
         if since is not None:
             self._log.drop(since)
@@ -162,7 +162,7 @@ class PipelineStage(LocalizedRecovery):
 
     def write_log(self, secs: float) -> None:
         if self._sealed is not None:
-            self._sealed.wait(secs)  # if that is not enough, all ranks go back
+            self._sealed.wait(secs)  # if the time is not enough, all ranks go back
 
     def close(self) -> None:
         """Releases ``torch.distributed``. May be called twice."""
@@ -173,12 +173,12 @@ class PipelineStage(LocalizedRecovery):
 
 
 class _Alone(StepSource):
-    """Training's own forward and backward pass on some stages, whose neighbours' part comes from their logs.
+    """Computes steps again by training's own passes on some stages, with the messages that their neighbours logged.
 
     Args:
-        boundary: Of this rank's stage.
-        part: This rank's.
-        diverges: Called where a step is not what it was the first time.
+        boundary: Boundary of this rank's stage.
+        part: This rank's part in the recovery.
+        diverges: Called if a step differs from what it was the first time.
     """
 
     def __init__(self, boundary: Boundary, part: LocalPart, diverges: Callable[[], None]) -> None:

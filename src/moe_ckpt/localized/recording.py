@@ -1,6 +1,6 @@
-"""Keeps what this rank sends over its stage's boundaries, step by step, within a budget.
+"""Logs the messages that this rank sends over its stage's boundaries, step by step, within a budget.
 
-The training thread copies each message; a thread checksums and writes it. A step's log counts when it is sealed.
+The training thread copies each message, and another thread checksums and writes it. A step's log is valid once sealed.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ class UpstreamLog:
     """The logs of one rank in one life. ``append``, ``step_ends`` and ``drop`` are called on the training thread.
 
     Args:
-        directory: Of the rank, in memory that outlives the process.
-        header: What the headers of all its steps have in common.
-        budget_bytes: The most that all of them may take, what is not written yet and ``left`` included. The oldest go
-            first.
-        left: Logs of earlier lives, which this one owns.
+        directory: Directory of the rank, in memory that outlives the process.
+        header: Header with the fields that all steps have in common.
+        budget_bytes: Most bytes of all logs, with messages that are not written yet and logs of earlier lives. The
+            oldest logs are deleted first.
+        earlier: Logs of earlier lives, which this life owns.
 
     Attributes:
-        problem: Why there are no logs any more; empty while there are.
+        problem: Why nothing is logged any more; empty while messages are logged.
     """
 
     def __init__(
@@ -61,11 +61,11 @@ class UpstreamLog:
         return sum(self._sizes.values()) + sum(sealed.header.nbytes for sealed in self._earlier)
 
     def continue_history(self, history: int) -> None:
-        """Not all ranks went back: what is logged continues the logs of ``history`` (``LogHeader``)."""
+        """Makes new logs continue those of ``history`` (``LogHeader``), since not all ranks went back."""
         self._header = replace(self._header, history=history)
 
     def step_begins(self, step: int) -> None:
-        """Begins ``step``, which messages belong to from here on."""
+        """Begins the log of ``step``."""
         if self._goes_on():
             self._step = step
             self._sizes[step] = 0
@@ -73,7 +73,7 @@ class UpstreamLog:
             self._tasks.put(lambda: self._begin(step))
 
     def append(self, channel: Channel, tensor: torch.Tensor) -> None:
-        """Copies one message, which may change as soon as this returns. A copy from a GPU uses a separate stream."""
+        """Copies one message, which may change when this returns. A copy from a GPU uses a separate stream."""
         if self._step < 0 or not self._goes_on():
             return
         try:
@@ -104,7 +104,7 @@ class UpstreamLog:
         self._tasks.put(lambda: self._write(channel, number, copied, done))
 
     def _copied(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
-        """A copy in host memory, and what says when it is there."""
+        """Returns a copy in host memory, and the event at which it is complete."""
         if not tensor.is_cuda:
             copied = torch.empty(tensor.shape, dtype=tensor.dtype)
             return copied.copy_(tensor), None
@@ -115,17 +115,17 @@ class UpstreamLog:
             copied.copy_(tensor, non_blocking=True)
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record(self._stream)
-        tensor.record_stream(self._stream)  # it is freed right after it was sent
+        tensor.record_stream(self._stream)  # training frees it right after it was sent
         return copied, done
 
     def _goes_on(self) -> bool:
-        """Whether there are logs; not if the thread could not write."""
+        """Returns whether messages are logged. Gives up if the thread could not write."""
         if self._failure:
             self.give_up(self._failure)
         return not self.problem
 
     def _has_room(self, nbytes: int) -> bool:
-        """Lets go of the oldest steps where there is none; False if that does not help."""
+        """Deletes the oldest logs if there is no room. Returns False if there is still none."""
         while self.nbytes + nbytes > self._budget:
             if self._earlier:
                 self._tasks.put(functools.partial(remove_log, self._earlier.pop().path))
@@ -137,7 +137,7 @@ class UpstreamLog:
         return True
 
     def leave_out(self) -> None:
-        """Leaves out the log of the step under way: what it sends is not sent again when it is computed again."""
+        """Drops the log of the step under way, because its messages would not be sent again in a replay."""
         if self._step < 0:
             return
         self._sizes.pop(self._step, None)
@@ -145,7 +145,7 @@ class UpstreamLog:
         self._tasks.put(self._abandon)
 
     def step_ends(self) -> threading.Event:
-        """The step under way has ended. Returns what is set when its log is sealed."""
+        """Ends the step under way. Returns an event that is set when its log is sealed."""
         sealed = threading.Event()
         self._tasks.put(self._seal)
         self._tasks.put(sealed.set)
@@ -170,7 +170,7 @@ class UpstreamLog:
         self._tasks.put(self._abandon)
 
     def close(self) -> None:
-        """Waits for what is to be written. What is sealed stays. Twice does no harm."""
+        """Waits until all messages are written. Sealed logs stay. May be called twice."""
         self._tasks.close()
         if self._writer is not None:
             self._abandon()
@@ -178,7 +178,7 @@ class UpstreamLog:
     # --- on the thread ---
 
     def _failed(self, error: Exception) -> None:
-        """Training goes on, without a log; the training thread says so."""
+        """Ends the log, not training. The training thread warns."""
         self._abandon()
         self._failure = str(error)
 

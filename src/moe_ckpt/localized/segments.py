@@ -1,13 +1,13 @@
-"""Which pipeline stages roll back after a failure, and which keep their state. Pure.
+"""Decides which pipeline stages go back after a failure, and which keep their state. Pure.
 
-Between two updates every rank that lives on holds the newest step, and what crossed the boundaries of the stages since
-the last checkpoint is in the senders' logs. So only stages that lost something go back: their ranks compute the steps
-since once more, and take from the logs what their neighbours sent (MoEvement, section 3.4 and appendix A).
+Between two updates every surviving rank has the newest step, and the senders' logs have the messages that crossed the
+boundaries of the stages since the last checkpoint. So only stages that lost a rank go back: their ranks compute the
+steps since then again, with the logged messages of their neighbours (MoEvement, section 3.4 and appendix A).
 
-The trainer decides by ``local_recoveries``, from what each rank kept at its start, and by ``log_gap``. The simulator
-knows which stages have lost a rank, and nothing of ranks that are a step apart: it takes ``segments`` of these, and
+The trainer decides by ``local_recoveries``, from the steps that ranks kept, and by ``log_gap``. The simulator knows
+which stages have lost a rank, and has no ranks that are a step apart: it takes the ``segments`` of these stages, and
 joins them to recoveries under way by ``Segment.touches``. For the same dead ranks both come to the same segments,
-except where every stage lost one: a trainer then lets all go back.
+unless every stage lost one: then a trainer lets all go back.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class LocalRecovery:
     """A recovery in which some stages keep their state.
 
     Attributes:
-        step: Of the state that the others keep, and that all reach.
-        segments: Of the stages that go back.
-        ranks: Of these stages, ascending.
+        step: Step whose state the other stages keep, and that all reach.
+        segments: Segments of the stages that go back.
+        ranks: Ranks of these stages, ascending.
     """
 
     step: int
@@ -60,15 +60,15 @@ class LocalRecovery:
 
 
 def local_recovery(stage_of: Sequence[int], steps_of_ranks: Sequence[int | None]) -> LocalRecovery | None:
-    """Returns which stages roll back; None if none or all have to.
+    """Returns which stages go back; None if none or all have to.
 
-    A stage keeps its state if each of its ranks kept the same step: they share experts, shards and gradients with one
-    another. The newest of those steps is where all meet, since what others kept cannot be undone: a stage that stopped
-    before goes back, and so does one of which a part is ahead, alone.
+    A stage keeps its state if all its ranks kept the same step, since they share experts, shards and gradients. All
+    stages meet at the newest of those steps, since an update cannot be undone: a stage that stopped earlier goes back,
+    and so does one of which only some ranks are ahead.
 
     Args:
-        stage_of: Of each rank, its pipeline stage.
-        steps_of_ranks: Of each rank, the step of the state that it kept; None if it was lost.
+        stage_of: Per rank, its pipeline stage.
+        steps_of_ranks: Per rank, the step of the state that it kept; None if it was lost.
     """
     steps_of: dict[int, set[int | None]] = {}
     for stage, reached in zip(stage_of, steps_of_ranks, strict=True):
@@ -83,14 +83,14 @@ def local_recovery(stage_of: Sequence[int], steps_of_ranks: Sequence[int | None]
 
 
 def local_recoveries(stage_of: Sequence[int], steps_of_ranks: Sequence[int | None]) -> list[LocalRecovery]:
-    """Returns which stages roll back, for each step that a whole stage kept, the newest step first.
+    """Returns which stages go back, for each step that a whole stage kept, the newest step first.
 
-    To come to an older one, stages that kept a newer one go back as well: of that one a log may be missing, where some
-    ranks had ended their update, and the others had not.
+    To reach an older step, stages that kept a newer one go back as well. An older step may be needed because a log of
+    the newer one may be missing, if only some ranks had ended their update.
 
     Args:
         stage_of: As of ``local_recovery``.
-        steps_of_ranks: Likewise.
+        steps_of_ranks: As of ``local_recovery``.
     """
     steps = sorted({step for step in steps_of_ranks if step is not None}, reverse=True)
     up_to = ([None if reached is None or reached > step else reached for reached in steps_of_ranks] for step in steps)
@@ -103,20 +103,20 @@ def local_recoveries(stage_of: Sequence[int], steps_of_ranks: Sequence[int | Non
 
 
 class LogGap(NamedTuple):
-    """A step of which a rank that keeps its state has no log."""
+    """A step for which a rank that keeps its state has no log."""
 
     rank: int
     step: int
 
 
 def log_gap(recovery: LocalRecovery, since: int, ranks: int, logged: Mapping[int, Collection[int]]) -> LogGap | None:
-    """Returns the first gap in the logs that stages which roll back need from the others; None if there is none.
+    """Returns the first missing log that the stages that go back need from the others; None if there is none.
 
     Args:
-        recovery: Who goes back.
+        recovery: The stages that go back.
         since: Step of the checkpoint that they load.
-        ranks: Of the run.
-        logged: Steps that each rank has a log of.
+        ranks: Number of ranks of the run.
+        logged: Per rank, the steps for which it has a log.
     """
     keeping = set(range(ranks)).difference(recovery.ranks)
     gaps = (LogGap(rank, step) for step in range(since + 1, recovery.step + 1) for rank in sorted(keeping))

@@ -1,1 +1,1 @@
-"""Ranks that live on when training stops at a failure: each seals the newest step in memory before it goes."""
+"""Lets ranks that survive a failure seal the newest step in memory before they end."""

@@ -1,20 +1,20 @@
 """Seals the newest step when training stops at a failure, so that only what failed goes back.
 
-Between two updates, parameters and optimizer state are those of the newest step. A rank that hears of a failure (its
-own exception, a peer's death, SIGTERM) copies all that it writes of a complete checkpoint into memory that outlives the
-process before it goes, whatever the policy saved of that step. If every rank does, the run resumes from there.
+Between two updates, parameters and optimizer state are those of the newest step. A rank that learns of a failure (its
+own exception, a peer's death, SIGTERM) copies its share of a complete checkpoint into memory that outlives the process
+before it ends, whatever the policy saved of that step. If every rank does, the run resumes from that step.
 
-Snapshots of this kind have the step in common (``Step.parting``), and no number: ranks that stopped at different steps
-never seem to have sealed one together. It counts as newer than all that were due.
+Snapshots of this kind (``Step.parting``) are identified by the step and have no number, so that ranks that stopped at
+different steps never seem to have sealed one together. They count as newer than all snapshots that were due.
 
-Data-parallel ranks hold the same experts. So a survivor also seals the experts that the next rank in its group writes:
-if that one is gone, they are not. That share is lent: it lacks the other rank's plain state (random numbers, position
-in the data), so that it gives experts to a checkpoint of the same step, and is no part of one that stands by itself.
+Data-parallel ranks have the same experts. So a survivor also seals the experts that the next rank in its group writes,
+in case that rank is gone. Such a share is lent: it lacks the other rank's plain state (random numbers, position in the
+data), so it only supplies experts to a checkpoint of the same step.
 
-Where data-parallel ranks hold the same state, a survivor lends all that the other rank writes, and each rank seals
-its plain state by itself as soon as a step has ended: with both nothing is lost with a rank that is killed between two
-updates, also while what it saves itself is still being copied. A rank that dies in an update which the others end has
-no plain state of their step.
+If data-parallel ranks have the same state, a survivor lends the whole share of the other rank, and each rank seals its
+own plain state as soon as a step has ended. Together, nothing is lost with a rank that is killed between two updates,
+even while its own snapshot is still being copied. A rank that dies in an update which the others complete has no plain
+state of their step.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from moe_ckpt.tiers.limits import requires_room
 log = logging.getLogger("moe_ckpt")
 
 AGREEMENT_SECS, AGREEMENT_PORTION = 5.0, 0.25
-"""So long ranks that are still there have to agree on the tokens of the newest step, and such a part of the time that
-is left at most: sealing takes time as well."""
+"""Most seconds, and largest portion of the remaining time, for which survivors try to agree on the tokens of the newest
+step: sealing takes time as well."""
 _SEALING_PORTION = 0.05
-"""Of an iteration: the longest that an update waits for a snapshot that is being sealed."""
+"""Largest portion of an iteration for which an update waits for a snapshot that is being sealed."""
 _PLANNING_NBYTES = 20 << 10
-"""Of an operator of this rank's share that was never planned before, roughly."""
+"""Approximate memory for planning an operator of this rank's share that was never planned before."""
 _Counted = tuple[Counts, Counts | None]
 
 
@@ -59,11 +59,11 @@ class Survived:
     """The share that this rank keeps of the newest step.
 
     Attributes:
-        step: Its number.
-        nbytes: Of tensors; 0 if a snapshot of everything was on its way anyhow.
-        secs: That it took.
-        problem: Why there is nothing; empty if there is.
-        is_open: There may yet be something: what has begun goes on until the process ends.
+        step: The step.
+        nbytes: Bytes of tensors; 0 if a snapshot of everything was already under way.
+        secs: Time that sealing took.
+        problem: Why nothing is sealed; empty if it is.
+        is_open: True if it may still be sealed before the process ends.
     """
 
     step: int
@@ -74,10 +74,10 @@ class Survived:
 
 
 class Patience:
-    """The time that updates wait for snapshots that are still being sealed: at most 5 % of an iteration each.
+    """Makes updates wait for snapshots that are still being sealed, for at most 5 % of an iteration each.
 
-    Where sealing takes longer than an iteration, no wait is long enough: after one that timed out there is none until a
-    snapshot has been sealed in time without it.
+    If sealing takes longer than an iteration, waiting does not help: after a wait that timed out there is no other
+    until a snapshot has been sealed in time without one.
 
     Args:
         now: ``perf_counter``.
@@ -88,11 +88,11 @@ class Patience:
         self._in_vain = False
 
     def update_begins(self, now: float, sealer: SnapshotThread) -> None:
-        """Wait, if that may be of use. On the training thread.
+        """Waits if that may help. On the training thread.
 
         Args:
             now: ``perf_counter``.
-            sealer: Has what is under way.
+            sealer: The thread that seals snapshots.
         """
         since, self._update_began = now - self._update_began, now
         if not sealer.in_flight:
@@ -102,14 +102,14 @@ class Patience:
 
 
 class Survivor:
-    """Knows the newest step, and seals it. On the training thread, or while that stands still.
+    """Seals the newest step. On the training thread, or while that thread waits.
 
     Args:
-        run: The session's.
-        snapshots: Likewise.
+        run: Context of the session.
+        snapshots: Snapshotter of the session.
 
     Attributes:
-        lends: Whether this rank has what others write of the newest step as they have it.
+        lends: True if this rank's copies of other ranks' state are of the newest step, too.
     """
 
     def __init__(self, run: RunContext, snapshots: Snapshotter) -> None:
@@ -127,18 +127,18 @@ class Survivor:
         self._step, self._plain, self._tokens = step, plain, tokens
 
     def note_weights(self) -> None:
-        """Others may write to weights and optimizer state of the newest step from here on."""
+        """Fingerprints weights and optimizer state of the newest step, since other code may change them from now on."""
         self._weights = Fingerprint(self._run.state.tensors())
 
     def has_noted_weights(self) -> bool:
-        """Returns whether weights are what they were at ``note_weights``."""
+        """Returns whether weights and optimizer state are as they were at ``note_weights``."""
         return self._weights is not None and self._weights.fits(self._run.state.tensors())
 
     def keep_plain(self, *, described: bool) -> None:
         """See ``session.session.NewestStep``: tensors of the plain state are copied."""
         if self._plain is None:
             return
-        if not described:  # the plain state goes by it
+        if not described:  # the plain state refers to it
             self._snapshots.live.describe()
         try:
             encoded, side = self._plain()
@@ -157,8 +157,10 @@ class Survivor:
             self._states.keep(self._step, self._snapshots.booking.run_ledger.index, copied, self._tokens)
 
     def update_begins(self, now: float) -> None:
-        """From here on no rank can return to the newest step unless it is sealed: a rank that is killed in this update
-        would then cost two steps. So this waits a little for a seal that is not done yet.
+        """Waits a little before an update for a snapshot that is still being sealed.
+
+        During the update no rank can return to the newest step unless it is sealed, so that a rank that is killed in it
+        would cost two steps.
 
         Args:
             now: ``perf_counter``.
@@ -167,7 +169,7 @@ class Survivor:
 
     @property
     def _is_lent_whole(self) -> bool:
-        """Whether another rank holds all that this one writes, but its plain state."""
+        """True if another rank has everything that this one writes, except its plain state."""
         live = self._snapshots.live
         return self._run.comm.world_size > 1 and live.is_held_by_each
 
@@ -177,13 +179,13 @@ class Survivor:
             self._states.close(timeout_secs)
 
     def seal(self, secs: float) -> Survived | None:
-        """Seals everything that this rank writes of the newest step. Nothing may change parameters meanwhile.
+        """Seals this rank's share of the newest step. Parameters must not change meanwhile.
 
         Args:
-            secs: The longest that it may take.
+            secs: Most seconds that it may take.
 
         Returns:
-            What became of it; None if no step has ended yet.
+            The result; None if no step has ended yet.
         """
         began, step, plain = time.monotonic(), self._step, self._plain
         opened = self._snapshots.opened
@@ -202,7 +204,7 @@ class Survivor:
         """Returns bytes of tensors."""
         catalog, newest = self._run.catalog, self._snapshots.newest
         tokens = self._counted(step, until)
-        agreed = tokens[1] is None  # else the newest snapshot waits for tokens that no rank will tell any more
+        agreed = tokens[1] is None  # otherwise the newest snapshot waits for tokens in vain
         if agreed and newest is not None and newest.step == step and newest.contents.is_whole(catalog.everything):
             self._wait(newest, until)
             return 0
@@ -230,21 +232,22 @@ class Survivor:
         return nbytes
 
     def _counted(self, step: int, until: float) -> _Counted:
-        """Tokens by the end of the step, if the ranks have agreed on it; else those before it, and this rank's own."""
+        """Returns the tokens by the end of the step if ranks have agreed on them; else those before, and this
+        rank's."""
         booking = self._snapshots.booking
         try:
             if booking.sent_step == step:
                 return booking.applied.result(min(AGREEMENT_SECS, AGREEMENT_PORTION * _left(until))), None
-        except Exception as error:  # whatever ended the agreement: it is made at the return, of what each rank counted
+        except Exception as error:  # whatever it is: the return adds what each rank counted
             log.info("the ranks had not agreed on the tokens of step %d when training stopped: %r", step, error)
-            # Else a snapshot of the step that waits for them is in the way of what is sealed now.
+            # Otherwise a snapshot of the step that waits for them would block the one that is sealed now.
             self._run.comm.abort(f"training stopped before the ranks agreed on the tokens of step {step}")
         if self._tokens is None:
             raise RuntimeError("nothing was counted")
         return booking.run_ledger.tokens.applied.copy(), self._tokens.result().applied
 
     def _wait(self, snapshot: Snapshot, until: float) -> None:
-        """Until it is sealed, and what was begun after it as well."""
+        """Waits until the snapshot is sealed, and those that were begun after it."""
         pipeline, slot = self._snapshots.pipeline, snapshot.buffer.slot
         pipeline.join()
         in_time = pipeline.first.wait(0, _left(until))
@@ -259,7 +262,7 @@ class Survivor:
 
 
 def _require_room(run: RunContext, pipeline: Pipeline) -> None:
-    """Raises ``MemoryFullError`` if not even planning, of this rank's share and the other's, may find room."""
+    """Raises ``MemoryFullError`` if there is not even room for planning this rank's share and the lent one."""
     memory, shares = pipeline.memory, 2 * len(run.catalog.operators) // run.comm.world_size
     if memory is not None:
         requires_room(memory.files.path, run.settings.local_ranks)(shares * _PLANNING_NBYTES)
@@ -270,10 +273,10 @@ def _left(until: float) -> float:
 
 
 _SAMPLES = 32
-"""Elements that are looked at of each tensor: torch counts no writes through ``.data``, as averaging callbacks make."""
+"""Compared elements of each tensor: torch does not count writes through ``.data``, which averaging callbacks make."""
 _MOST_SAMPLED = 2048
-"""Tensors that are looked at, at even distances where there are more: the training thread does it, at each validation.
-Averaging callbacks write to most of them."""
+"""Most compared tensors, at even distances: the training thread compares them at each validation. Averaging callbacks
+write to most tensors, so that some are enough."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -306,7 +309,7 @@ def _place(tensor: StateTensor) -> tuple[str, tuple[int, ...], int, int]:
 
 
 def _sample(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy of elements at even distances, by their bits."""
+    """Returns a copy of elements at even distances, as integers of their bits."""
     count = tensor.numel()
     number = min(count, _SAMPLES)
     places = torch.arange(number, device=tensor.device) * count // max(number, 1)

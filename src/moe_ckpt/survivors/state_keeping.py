@@ -1,8 +1,8 @@
 """Seals each step's plain state in memory that outlives the process, as soon as the step has ended.
 
-Data-parallel ranks hold the same parameters and optimizer state, but each has random numbers and a position in the data
-of its own. So where one is killed while its snapshot is still being copied, its peers have all of the newest step but
-that: see ``survivors.newest_step``.
+Data-parallel ranks have the same parameters and optimizer state, but their own random numbers and position in the data.
+If a rank is killed while its snapshot is still being copied, its peers have everything else of the newest step: see
+``survivors.newest_step``.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ log = logging.getLogger("moe_ckpt")
 
 
 class _Step(NamedTuple):
-    """books: ``Facts.index``. ready: Set on a device when all tensors are there; None where they are already."""
+    """One step's plain state. checkpoints: ``Facts.index``. ready: Set when all tensors are complete; None if they are."""
 
     number: int
-    books: int
+    checkpoints: int
     plain: Plain
     ready: torch.cuda.Event | None
     tokens: Deferred[StepTokens]
@@ -48,8 +48,8 @@ class StateKeeper:
     """Keeps the plain state of the two newest steps in slots: peers may be a step behind this rank.
 
     Args:
-        files: Make slots.
-        world_size: Of the run.
+        files: Makes slots.
+        world_size: Number of ranks of the run.
     """
 
     def __init__(self, files: MemoryFiles, world_size: int) -> None:
@@ -60,20 +60,21 @@ class StateKeeper:
         self._thread = TaskThread(ThreadName.STATE, self._failed)
 
     def keep(self, step: int, index: int, plain: Plain, tokens: Deferred[StepTokens]) -> None:
-        """Returns at once. For the training thread.
+        """Queues the plain state of a step, and returns at once. For the training thread.
 
         Args:
+            step: The step.
             index: As of ``Facts``.
-            plain: Of the step; no longer written to.
-            tokens: Of the step, as this rank counts them.
+            plain: Plain state of the step, which does not change any more.
+            tokens: Tokens that this rank counted in the step.
         """
         self._thread.put(functools.partial(self._keep, _Step(step, index, plain, _ready(plain[1]), tokens)))
 
     def close(self, timeout_secs: float) -> None:
-        """Waits for what is under way. What is sealed stays. Twice does no harm.
+        """Waits for queued states. Sealed states stay. May be called twice.
 
         Args:
-            timeout_secs: The longest that it may take: a device whose peers died gives nothing any more.
+            timeout_secs: Longest wait, since a device whose peers died may never finish.
         """
         if not self._thread.close(timeout_secs):
             log.warning("the plain state of the newest step is still not in memory; nobody waits for it any longer")
@@ -81,7 +82,7 @@ class StateKeeper:
     # --- on the thread ---
 
     def _failed(self, error: Exception) -> None:
-        """Training goes on, and a kill may cost a step more."""
+        """Warns once. Training goes on, and a killed rank may cost one step more."""
         if not self._is_failing:
             problem = f"{type(error).__name__}: {error}"
             log.warning("memory does not hold the plain state of step %d: %s", self._newest, problem)
@@ -114,7 +115,7 @@ class StateKeeper:
         return slot
 
     def _compiled(self, side: Sequence[tuple[Any, torch.Tensor]]) -> CompiledPart:
-        """The part that these tensors make: that of the step before, where they are alike."""
+        """Returns the part of these tensors: the same as for the step before if they have the same entries."""
         entries = tuple(entry for entry, _ in side)
         if self._part is None or self._part.given_side != entries:
             self._part = CompiledPart(STATE, no_cuts(), entries, ())
@@ -133,7 +134,7 @@ class StateKeeper:
             nbytes=slot.memory.numel(),
             freshness=UNKNOWN,
             contents=Contents(()),
-            facts=Facts(step.books, "", NO_COUNTS, counted=step.tokens.result().applied),
+            facts=Facts(step.checkpoints, "", NO_COUNTS, counted=step.tokens.result().applied),
             state=state_file(encoded, number, files.generation, files.run_id, files.rank, self._world_size),
             parts=parts,
             only=STATE,
@@ -142,7 +143,7 @@ class StateKeeper:
 
 
 def _ready(tensors: Sequence[tuple[Any, torch.Tensor]]) -> torch.cuda.Event | None:
-    """What tells that they are there; None where they are already."""
+    """Returns an event that is set when the tensors are complete; None if they are."""
     if not any(tensor.is_cuda for _, tensor in tensors):
         return None
     ready = torch.cuda.Event()  # type: ignore[no-untyped-call]

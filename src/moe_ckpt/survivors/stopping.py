@@ -1,4 +1,4 @@
-"""What a rank does when training stops at a failure: the newest step is sealed in memory before the rank goes."""
+"""Decides at a failure whether the newest step can be sealed in memory before the rank ends, and reports the result."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ _WHOLE = (Moment.RESTING, Moment.REDUCING)
 
 
 class Surviving:
-    """Decides whether the newest step may be sealed, and says what became of it.
+    """Decides whether the newest step can be sealed, and reports the result.
 
     Args:
-        survivor: The session's.
-        rank: Of this process.
+        survivor: Seals the step.
+        rank: Rank of this process.
         host: Adapter of the run.
-        secs: The longest that sealing may take.
+        secs: Most seconds that sealing may take.
         localized: Its log is completed as well; None if there is none.
 
     Attributes:
-        moment: Of the iteration.
-        termination: Handles SIGTERM, where nobody else does.
+        moment: The moment of the iteration.
+        termination: Handles SIGTERM, unless other code does.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Surviving:
 
     @property
     def is_here(self) -> bool:
-        """False in a forked child: state and slots are its parent's, which goes on."""
+        """False in a forked child, since state and slots belong to its parent."""
         return os.getpid() == self._pid
 
     @property
@@ -71,21 +71,21 @@ class Surviving:
 
     @property
     def ends_soon(self) -> bool:
-        """True if something is under way after which a step can be sealed that is newer, or whole again."""
+        """True if a newer step, or this step again, can be sealed soon."""
         return self.moment in (Moment.REDUCING, Moment.WRITING, Moment.WRITTEN, Moment.BOOKING)
 
     def begin(self) -> None:
-        """Training begins: handles SIGTERM from here on."""
+        """Begins to handle SIGTERM, when training begins."""
         self.termination.watch()
 
     def end(self) -> None:
-        """Training is over, or about to be: leaves SIGTERM to others."""
+        """Ends the handling of SIGTERM, when training ends."""
         self.termination.unwatch()
 
     def enter(self, moment: Moment) -> None:
-        """The iteration comes to ``moment``. On the training thread.
+        """Notes that the iteration has reached ``moment``. On the training thread.
 
-        While another thread seals the step, this one waits, so that nothing changes what is sealed.
+        Waits while another thread seals the step, so that the sealed state does not change.
         """
         with self._sealing:
             if moment is Moment.WRITTEN_ALONE:
@@ -94,13 +94,13 @@ class Surviving:
 
     @contextlib.contextmanager
     def joining(self, *, update: bool) -> Iterator[None]:
-        """The block joins the copy under way; after it, weights may change.
+        """Encloses the join of the copy under way, after which weights may change.
 
-        Inside the block they do not, so a peer that is lost there is lost between two steps. Without an update, the
-        weights are fingerprinted first, so that a later change by other code is noticed.
+        Weights do not change inside the block, so a peer that is lost there is lost between two steps. Without an
+        update, the weights are fingerprinted, so that a later change by other code is noticed.
 
         Args:
-            update: The optimizer is about to change them.
+            update: True if the optimizer is about to change weights.
         """
         if update and self.is_whole:
             self.enter(Moment.REDUCING)
@@ -115,12 +115,12 @@ class Surviving:
 
     @contextlib.contextmanager
     def booking(self, *, ended: bool = True) -> Iterator[None]:
-        """The session is at work: to seal in a signal handler could wait for locks held here.
+        """Encloses work of the session, whose locks would block a signal handler that seals.
 
-        If SIGTERM came meanwhile, the process ends after that.
+        If SIGTERM came meanwhile, the process ends after the block.
 
         Args:
-            ended: A step is final with it.
+            ended: True if a step is final after the block.
         """
         after = Moment.RESTING if ended else self.moment
         self.enter(Moment.BOOKING)
@@ -131,20 +131,20 @@ class Surviving:
         self.termination.settle()
 
     def survive(self, why: str, patience_secs: float = 0.0) -> None:
-        """Training stops: seals the newest step, once. Never raises. Does nothing in a forked child.
+        """Seals the newest step, once, because training stops. Never raises. Does nothing in a forked child.
 
-        On the training thread, or on another while that one waits for what will not come.
+        On the training thread, or on another while that one waits for a lost peer.
 
         Args:
-            why: For messages.
-            patience_secs: The longest wait for a step that is under way on another thread.
+            why: Why training stops, for messages.
+            patience_secs: Longest wait for a step that is under way on another thread.
         """
         if not self.is_here:
             return
         until = time.monotonic() + patience_secs
         while not self.is_whole and self.ends_soon and time.monotonic() < until:
             time.sleep(0.01)
-        with self._sealing:  # waits for another thread that seals: this one may be about to end the process
+        with self._sealing:  # waits while another thread seals, since this one may be about to end the process
             if not self._once.acquire(blocking=False):
                 return
             if self.moment is Moment.WRITTEN:
@@ -170,7 +170,7 @@ class Surviving:
                     self._say(survived, why)
 
     def _say(self, survived: Survived, why: str) -> None:
-        """This rank sealed its newest step, or did not, so that the next start uses an older checkpoint."""
+        """Logs whether this rank sealed its newest step."""
         if survived.problem:
             verb = "may not keep" if survived.is_open else "could not keep"
             log.warning(
@@ -194,11 +194,11 @@ class Surviving:
             return False
 
     def _uncounted(self) -> tuple[str, str] | None:
-        """Counts the step whose update is made. If it cannot: returns which step that is, and why."""
+        """Counts a step whose update was made. Returns None; if that is impossible, (name of the step, why)."""
         try:
             if self._host.count_update():
                 return None
-        except Exception as error:  # whatever it is, older checkpoints count, and training ends as without us
+        except Exception as error:  # whatever it is: older checkpoints are used, and training ends as it would have
             return f"the newest {self._unit}", str(error)
         step = f"{self._unit} {self._host.step + 1}"
         return step, (
@@ -209,7 +209,7 @@ class Surviving:
 
 @contextlib.contextmanager
 def _not_interrupted() -> Iterator[None]:
-    """A launcher that stops the job sends SIGTERM meanwhile, which a handler, or the default, would end this by."""
+    """Defers SIGTERM to the end of the block. A launcher that stops the job may send it meanwhile."""
     before = signal.getsignal(signal.SIGTERM)
     if threading.current_thread() is not threading.main_thread() or before is None:
         yield

@@ -1,14 +1,14 @@
 """Handles what ends a process: an uncaught exception, and SIGTERM.
 
-Launchers send SIGTERM to ranks when another one has failed, and schedulers when time is up. Where nobody else handles
+Launchers send SIGTERM to ranks when another rank has failed, and schedulers when time is up. Unless other code handles
 it, the newest step is sealed before the process ends as it would have. The handler runs on the training thread, between
-two operations of Python. Where that waits in a collective for a peer that is gone, it never comes to the handler; a
-thread, woken by the signal itself, seals the step then, since nothing changes it. Under ``torchrun``, which kills 30 s
-after the signal, the thread does so as well where somebody else handles it (Lightning does), once the training thread
-has stood still for long.
+two operations of Python. If that thread waits in a collective for a lost peer, it never reaches the handler; then a
+thread that is woken by the signal itself seals the step, which nothing changes meanwhile. Under ``torchrun``, which
+kills 30 s after the signal, the thread also does so if other code handles the signal (Lightning does), once the
+training thread has made no progress for long.
 
-A forked child (a pool's worker) inherits the handler, and the socket by which the signal wakes the thread of its
-parent. So it forgets both before it can get a signal: what ends a child must not end training.
+A forked child (a pool's worker) inherits the handler, and the socket by which the signal wakes its parent's thread. It
+drops both before it can get a signal, so that a signal to a child does not end training.
 """
 
 from __future__ import annotations
@@ -35,25 +35,25 @@ if TYPE_CHECKING:
 _ExceptHook = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 HANDLER_SECS = 1.0
-"""Time for the training thread to reach the handler, and the end of a step under way."""
+"""Seconds for the training thread to reach the handler, and the end of a step under way."""
 LAST_SECS = 2.0
-"""Before ``torchrun`` kills: sealing must have ended."""
+"""Seconds before ``torchrun`` kills at which sealing must have ended."""
 EXIT_CODE = 128 + signal.SIGTERM
-"""Of a process whose training thread never came back."""
+"""Exit code of a process whose training thread did not return."""
 
 _watching: weakref.WeakSet[Termination] = weakref.WeakSet()
 _forking = threading.local()
-"""Of a thread that forks: ``mask``, the signals that it held back before."""
+"""``mask``: The signals that a forking thread blocked before."""
 
 
 class Termination:
-    """Handles both from ``watch`` to ``unwatch``. All on the main thread.
+    """Handles uncaught exceptions and SIGTERM from ``watch`` to ``unwatch``. All on the main thread.
 
-    SIGTERM stays with whoever handles it already.
+    An existing handler of SIGTERM stays.
 
     Args:
         surviving: Seals the newest step.
-        secs: The longest that this may take, and that a step under way is waited for.
+        secs: Most seconds that this may take, and longest wait for a step under way.
     """
 
     def __init__(self, surviving: Surviving, secs: float) -> None:
@@ -83,10 +83,10 @@ class Termination:
         writer.setblocking(False)
         before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
         self._wakes = before == -1
-        if not self._wakes:  # an event loop's: without a thread, the handler alone must do
+        if not self._wakes:  # an event loop uses it: then there is only the handler
             signal.set_wakeup_fd(before)
         self._sockets = reader, writer
-        _watching.add(self)  # before the handler: no child may inherit that alone
+        _watching.add(self)  # before the handler is set, so that no child inherits only that
         if not self._is_beside:
             signal.signal(signal.SIGTERM, self._handle)
         named_thread(ThreadName.SIGTERM, self._wait, reader).start()
@@ -112,18 +112,18 @@ class Termination:
         sockets[1].close()
 
     def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """Seals, and goes on as without us; after ``unwatch``, under another hook that calls this one, only that."""
+        """Seals, unless ``unwatch`` was called, and calls the previous hook."""
         if self._ours is not None:
             self._surviving.survive(kind.__name__)
         self._previous(kind, error, trace)
 
     def settle(self) -> None:
-        """A step has ended: if the signal came in the middle of it, the process ends here. On the training thread."""
+        """Ends the process after a step during which the signal came. On the training thread."""
         if self._came.is_set():
             self._end()
 
     def _handle(self, number: int, frame: Any) -> None:
-        if not self._surviving.is_here:  # by a handler of the user's that the child has inherited, and hands on to ours
+        if not self._surviving.is_here:  # called by an inherited handler of the user's
             self._die()
             return
         self._came.set()
@@ -131,7 +131,7 @@ class Termination:
             self._end()
 
     def _end(self) -> None:
-        """Seal, and end as without us."""
+        """Seals, and ends the process by the signal."""
         self._handled.set()
         self._surviving.survive("SIGTERM")
         self._die()
@@ -142,14 +142,14 @@ class Termination:
         signal.raise_signal(signal.SIGTERM)
 
     def _wait(self, reader: socket.socket) -> None:
-        """The thread: until the sockets are closed."""
+        """Waits for the signal until the sockets are closed. On the thread."""
         with reader:
             while number := reader.recv(1):
                 if number[0] == signal.SIGTERM:
                     self._act()
 
     def _act(self) -> None:
-        """The signal came. Seals if the training thread does not: that waits for a peer that is gone."""
+        """Seals after the signal if the training thread does not, because it waits for a lost peer."""
         if self._is_beside and not self._stands_still():
             return
         until = time.monotonic() + self._secs
@@ -157,13 +157,16 @@ class Termination:
             soon = self._surviving.ends_soon and not self._surviving.is_whole
             if soon and time.monotonic() < until:
                 continue
-            with torch.cuda.stream(self._stream):  # training's, which its updates are on; a thread has one of its own
+            with torch.cuda.stream(self._stream):  # the stream of training's updates; each thread has its own default
                 self._surviving.survive("SIGTERM")
             os._exit(EXIT_CODE)
 
     def _stands_still(self) -> bool:
-        """Waits until the training thread has been at one place for as long as ``torchrun`` gives beside sealing, or it
-        is about to kill; False as soon as the step is sealed, or training over."""
+        """Waits until the training thread has made no progress for long, or until ``torchrun`` is about to kill.
+
+        The time leaves enough of ``torchrun``'s 30 s for sealing. Returns False once the step is sealed, or training is
+        over.
+        """
         since = time.monotonic()
         last = since + TORCHRUN_GRACE_SECS - LAST_SECS
         patience, frame, instruction = max(HANDLER_SECS, last - since - self._secs), None, -1
@@ -171,7 +174,8 @@ class Termination:
             time.sleep(HANDLER_SECS / 4)
             if self._sockets is None or self._surviving.is_over:
                 return False
-            # Compared by identity, which is unique as long as the frame is referenced: a loop often comes by.
+            # Frames are compared by identity, which is unique while the frame is referenced, and by instruction, which
+            # a loop revisits.
             was, frame = frame, sys._current_frames().get(threading.main_thread().ident or 0)
             if frame is not was or frame is None or frame.f_lasti != instruction:
                 since, instruction = time.monotonic(), -1 if frame is None else frame.f_lasti
@@ -179,7 +183,7 @@ class Termination:
 
 
 def _before_fork() -> None:
-    """SIGTERM to a child that has not forgotten yet would wake its parent's thread: it is held back until then."""
+    """Blocks SIGTERM during a fork: a child that still has the socket would wake its parent's thread."""
     _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM]) if _watching else None
 
 

@@ -112,11 +112,10 @@ class Boosting(CapacityBoost):
         """Begins with this rank's stored backlog, and its part of ``fresh`` ``[L, E]`` lost tokens."""
         boosted = {at for at in self._ports if fresh[at].any() or str(at) in stored.get("left", {})}
         refused = {at: why for at in boosted if (why := self._ports[at].refusal()) is not None}
-        able = np.zeros((self._shape[0], self._comm.world_size), dtype=np.int64)
-        able[sorted(boosted - refused.keys()), self._comm.rank] = 1
-        refusing = np.zeros_like(able)
-        refusing[sorted(refused), self._comm.rank] = 1
-        counts, _nothing = self._comm.agree(np.stack([able, refusing]), np.zeros(0, dtype=np.int64))
+        able_and_refusing = np.zeros((2, self._shape[0], self._comm.world_size), dtype=np.int64)
+        for kind, layers in enumerate((boosted - refused.keys(), refused)):
+            able_and_refusing[kind, sorted(layers), self._comm.rank] = 1
+        counts, _nothing = self._comm.agree(able_and_refusing, np.zeros(0, dtype=np.int64))
         for at, why in refused.items():
             if not counts[1, at, : self._comm.rank].any():
                 self._say_refused(at, why)

@@ -1,7 +1,7 @@
 """Checkpointing policies: frozen values behind one method, ``plan(context) -> SnapshotPlan``.
 
-Besides the policies that come with the package, this module exports what a policy of one's own is made of: see
-docs/own_policy.md. And the policies by the names that users write, from which alone the engine gets one of them.
+Besides the policies of the package, this module exports the classes for writing a policy (docs/own_policy.md). It also
+finds policies by the names that users write; the engine gets a concrete policy only from here.
 """
 
 from __future__ import annotations
@@ -63,18 +63,18 @@ __all__ = [
 ]
 
 EXAMPLES = "MoC(k=1) or Dense(every_n_steps=10)"
-"""For messages."""
+"""Examples for messages."""
 
 _POLICIES: tuple[type[Any], ...] = (Dense, MoC, MoEvement, MoEtion, CheckFreq, Gemini, GradientLog)
 
 
 def default_policy() -> Policy:
-    """Returns the policy of a run whose user gives none: exact, for any model, and within 3 % of its time."""
+    """Returns the policy of a run whose user chooses none: exact, for any model, and within 3 % of its time."""
     return CheckFreq()
 
 
 def class_of(text: str) -> str | None:
-    """Returns the name of the class that ``text`` means, in capitals or not; None if it means none."""
+    """Returns the name of the policy class called ``text``, in any case of letters; None if there is none."""
     return next((kind.__name__ for kind in _POLICIES if kind.__name__.lower() == text.lower()), None)
 
 

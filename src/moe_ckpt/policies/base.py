@@ -1,8 +1,7 @@
-"""The ``Policy`` protocol, what a policy may need (``Needs``), and the facts that it decides from (``PolicyContext``).
+"""The ``Policy`` protocol, the needs of a policy (``Needs``), and the facts that it decides from (``PolicyContext``).
 
-A policy is a frozen value: same context, same plan, on every rank and in the simulator. It keeps no
-state; what it must remember across steps and restarts (checkpoints started, versions held, tokens lost) comes in
-through the context.
+A policy is a frozen value: the same context gives the same plan, on every rank and in the simulator. It keeps no state;
+everything that it must know across steps and restarts (checkpoints started, versions, lost tokens) is in the context.
 """
 
 from __future__ import annotations
@@ -27,20 +26,20 @@ from moe_ckpt.errors import ConfigError
 
 @dataclass(frozen=True)
 class Measured:
-    """Times and rates measured so far, the maximum over ranks. None until known.
+    """Times and rates measured so far. None until known. Times are the maximum over ranks, rates the minimum.
 
     Attributes:
-        iteration_secs: Median of iterations during which no checkpoint work ran.
+        iteration_secs: Median time of iterations without checkpoint work.
         checkpoint_cost_secs: Time that one checkpoint adds to training: stalls plus the slowdown of the iterations
             during which it ran.
-        persist_secs: From the start of a snapshot to its commit.
-        copy_bytes_per_sec: From live tensors to host memory; the minimum over ranks.
-        persist_bytes_per_sec: From host memory to a commit; the minimum over ranks.
-        recent_iteration_secs: Median of the last iterations, with or without checkpoint work, minus the time that
-            training waited.
-        update_secs: The part of an iteration that is the optimizer's update, during which nothing may be copied.
-        send_bytes_per_sec: From host memory to the memory of all peers, verified; the minimum over ranks.
-        copy_interference_secs: What copying makes the last iterations longer, without waits, from iterations beside
+        persist_secs: Time from the start of a snapshot to its commit.
+        copy_bytes_per_sec: Rate from live tensors to host memory.
+        persist_bytes_per_sec: Rate from host memory to a commit.
+        recent_iteration_secs: Median time of the last iterations, with or without checkpoint work, minus the time for
+            which training waited.
+        update_secs: Time of the optimizer's update, during which nothing may be copied.
+        send_bytes_per_sec: Rate from host memory to the memory of all peers, including verification.
+        copy_interference_secs: Time by which copying slows down an iteration, without waits, from iterations beside
             checkpoints of different sizes (``core.save_budget``).
     """
 
@@ -56,10 +55,10 @@ class Measured:
 
     @property
     def interference_secs(self) -> float:
-        """Seconds by which checkpoint work slows down an iteration, without waits; 0 until they are known.
+        """Seconds by which checkpoint work slows down an iteration, without waits; 0 until known.
 
-        A run that begins a checkpoint at every step has no iteration without checkpoint work, and knows
-        ``copy_interference_secs`` at most.
+        A run that begins a checkpoint at every step has no iteration without checkpoint work: it can only know
+        ``copy_interference_secs``.
         """
         if self.recent_iteration_secs is None or self.iteration_secs is None:
             return self.copy_interference_secs or 0.0
@@ -67,39 +66,39 @@ class Measured:
 
     @property
     def overlap_secs(self) -> float | None:
-        """Time of the forward and backward pass, during which a copy causes no wait; None until known.
+        """Seconds of the forward and backward pass, during which a copy causes no wait; None until known.
 
-        The time that saving itself adds to an iteration does not count.
+        The time that saving itself adds to an iteration is subtracted.
         """
         whole = self.recent_iteration_secs
         return None if whole is None else max(0.0, whole - self.interference_secs - (self.update_secs or 0.0))
 
     def copy_bytes(self, fraction: float = 1.0) -> int | None:
-        """Most bytes that one rank copies to host memory during forward and backward; None until known."""
+        """Returns the most bytes that one rank can copy during forward and backward; None until known."""
         return bytes_in_time(self.overlap_secs, self.copy_bytes_per_sec, fraction)
 
     def persist_bytes(self, every_n_steps: int, fraction: float = 1.0) -> int | None:
-        """Most bytes that one rank commits from one checkpoint to the next, that many steps later; None until known."""
+        """Returns the most bytes that one rank can commit in ``every_n_steps`` steps; None until known."""
         whole = self.recent_iteration_secs
         between = None if whole is None else whole * every_n_steps
         return bytes_in_time(between, self.persist_bytes_per_sec, fraction)
 
     def send_bytes(self, every_n_steps: int, fraction: float = 1.0) -> int | None:
-        """Most bytes that one rank sends to all its peers from one checkpoint to the next, that many steps later; None
-        until known."""
+        """Returns the most bytes that one rank can send to all its peers in so many steps; None until known."""
         whole = self.recent_iteration_secs
         between = None if whole is None else (whole - self.interference_secs) * every_n_steps
         return bytes_in_time(between, self.send_bytes_per_sec, fraction)
 
 
 class Sends(NamedTuple):
-    """Parts of a snapshot that must be sent to peers, because these lack the same state (``slices.mirroring``).
+    """The parts of a snapshot that must be sent to peers, because these lack the same state (``slices.mirroring``).
 
     Attributes:
-        shared: Some state of gates and non-experts.
-        experts: Some state of experts.
-        shared_weights: Weights of gates and non-experts too, not only their master weights and optimizer state.
-        expert_weights: The same of experts.
+        shared: True if some state of gates and non-experts must be sent.
+        experts: True if some state of experts must be sent.
+        shared_weights: True if that includes weights of gates and non-experts, not only master weights and optimizer
+            state.
+        expert_weights: True if that includes weights of experts.
     """
 
     shared: bool = True
@@ -109,15 +108,15 @@ class Sends(NamedTuple):
 
     @property
     def nothing(self) -> bool:
-        """Peers have everything."""
+        """True if peers have everything."""
         return not (self.shared or self.experts)
 
     def nbytes(self, size: OperatorBytes, *, expert: bool) -> int:
-        """Bytes that are sent of an operator that is saved in full.
+        """Returns the bytes that are sent of an operator that is saved in full.
 
         Args:
             size: The operator's size.
-            expert: The operator is an expert.
+            expert: True if the operator is an expert.
         """
         if not (self.experts if expert else self.shared):
             return 0
@@ -137,7 +136,7 @@ class ModelFacts:
 
     Attributes:
         catalog: Its operators.
-        placement: Which rank holds which operators.
+        placement: The ranks that hold each operator.
         sizes: Bytes of every operator, as its tensors are now; empty unless the policy needs them.
         coupled: Groups of operators that must be anchored in the same slot of a window, because they share a
             parameter and the optimizer's update of a row depends on its other rows.
@@ -211,15 +210,15 @@ class TokenFacts:
 
 @dataclass(frozen=True)
 class MemoryFacts:
-    """Room that a snapshot has, and where it goes.
+    """The room of a snapshot, and the tiers that it goes to.
 
     Attributes:
         budget_fraction: Portion of the time between checkpoints that saving may take.
         snapshot_bytes: Most bytes of one rank's snapshot that its host memory leaves room for; None if not known.
-        at_once: Snapshots that may be under way at once, each with so many bytes.
-        tiers: Those that the checkpoint of this step goes to. ``Tier.HOST`` is memory that outlives the process, if
+        at_once: Number of snapshots that may be under way at once, each with so many bytes.
+        tiers: Tiers that the checkpoint of this step goes to. ``Tier.HOST`` is memory that outlives the process, if
             there is any, ``Tier.PEER`` that of the peers that get copies.
-        sends: Which parts of a snapshot must be sent to peers.
+        sends: Parts of a snapshot that must be sent to peers.
         anchored_at: ``[operators]``, in the catalog's order: step of the newest anchor (``core.anchors``),
             complete or under way, from which gradients (held or under way) bring the operator to the newest step; -1 if
             there is none. Empty if the policy does not need it.
@@ -234,17 +233,17 @@ class MemoryFacts:
 
     @property
     def outlives_process(self) -> bool:
-        """Memory keeps this step's checkpoint by itself, whatever becomes of it on storage."""
+        """True if memory keeps this step's checkpoint, whether or not storage gets it."""
         return Tier.HOST in self.tiers
 
     @property
     def storage_due(self) -> bool:
-        """The checkpoint of this step is also written to storage."""
+        """True if the checkpoint of this step is also written to storage."""
         return Tier.STORAGE in self.tiers
 
     @property
     def sends_copies(self) -> bool:
-        """Peers get something of the checkpoint of this step."""
+        """True if a part of this step's checkpoint must be sent to peers."""
         return Tier.PEER in self.tiers and not self.sends.nothing
 
 
@@ -253,11 +252,11 @@ class PolicyContext:
     """Everything that a policy may know at one step, equal on every rank.
 
     Attributes:
-        model: What is trained, and which ranks hold it.
-        run: Where the run is.
+        model: The model, and the ranks that hold it.
+        run: The point that the run has reached.
         measured: Times and rates.
         tokens: Tokens of each expert.
-        memory: What a snapshot may weigh, and where it goes.
+        memory: Room of a snapshot, and the tiers that it goes to.
     """
 
     model: ModelFacts
@@ -267,8 +266,8 @@ class PolicyContext:
     memory: MemoryFacts = field(default_factory=MemoryFacts)
 
     def copy_bytes(self, fraction: float = 1.0) -> int | None:
-        """Most bytes of a checkpoint that one rank copies during forward and backward, and has room for beside others;
-        None until rates are known."""
+        """Returns the most bytes that one rank can copy during forward and backward and has room for; None until
+        known."""
         copied, room = self.measured.copy_bytes(fraction), self.memory.snapshot_bytes
         return copied if copied is None or room is None else min(copied, room)
 
@@ -288,7 +287,7 @@ class Policy(Protocol):
         ...
 
     def check(self, catalog: Catalog) -> None:
-        """Called once, before training.
+        """Checks that this policy can serve a model. Called once, before training.
 
         Raises:
             ConfigError: This policy cannot serve this model.
@@ -301,10 +300,10 @@ class Policy(Protocol):
 
 
 AS_CONSUMED, BF16 = "as_consumed", "bf16"
-"""How a log has gradients (``Needs.gradients``)."""
+"""Types of logged gradients (``Needs.gradients``)."""
 
 TOKENS, GATE_WEIGHTS, DECAYED = "tokens", "gate_weights", "decayed"
-"""How popularity is counted (``Needs.popularity``)."""
+"""Ways to count popularity (``Needs.popularity``)."""
 
 
 @named_arguments
@@ -398,7 +397,7 @@ def needs_of(policy: Policy) -> Needs:
     Raises:
         ConfigError: ``needs`` is not a ``Needs``.
     """
-    # Of the class first: an AttributeError from within a property must not read as "no needs".
+    # The class is asked first: an AttributeError inside a property must not count as "no needs".
     needs = policy.needs if hasattr(type(policy), "needs") else getattr(policy, "needs", None)  # type: ignore[attr-defined]
     if needs is None:
         return Needs()
@@ -414,8 +413,8 @@ def require_served(policy: Policy, *, gradients: bool = False) -> None:
     """Raises ``ConfigError`` if the run cannot provide what the policy needs.
 
     Args:
-        policy: Whose needs.
-        gradients: Memory that outlives the process can hold a log of gradients.
+        policy: The policy.
+        gradients: True if there is memory that outlives the process and can hold a log of gradients.
     """
     if needs_of(policy).gradients and not gradients:
         raise ConfigError(
@@ -445,16 +444,16 @@ def require_sizes(where: str, catalog: Catalog, sizes: Mapping[str, OperatorByte
 
 
 def next_multiple(last_step: int | None, every_n_steps: int) -> int:
-    """The first multiple of ``every_n_steps`` after ``last_step``.
+    """Returns the first multiple of ``every_n_steps`` after ``last_step``.
 
-    Whoever saves from there on makes up at the next step for a checkpoint that had to be skipped, and the rhythm stays
-    on the multiples.
+    A policy that is due from there on makes up for a skipped checkpoint at the next step, and then continues on the
+    multiples.
     """
     return ((last_step or 0) // every_n_steps + 1) * every_n_steps
 
 
 def require_boost(where: str, boost: object) -> None:
-    """Raise ``ConfigError`` unless ``boost`` is None, or a number above 0 and at most 1; ``where``: "Policy(name"."""
+    """Raises ``ConfigError`` unless ``boost`` is None, or above 0 and at most 1. ``where`` is like "Policy(name"."""
     number = isinstance(boost, (int, float)) and not isinstance(boost, bool)
     if boost is not None and not (number and 0 < boost <= 1):  # type: ignore[operator]
         raise ConfigError(
@@ -464,7 +463,7 @@ def require_boost(where: str, boost: object) -> None:
 
 
 def require_positive(policy: str, **values: int) -> None:
-    """Raise ``ConfigError`` naming the policy and the setting unless every value is an int >= 1."""
+    """Raises ``ConfigError``, which names the policy and the setting, unless every value is an int >= 1."""
     for name, value in values.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ConfigError(f"{policy}({name}={value!r}): {name} must be a whole number of at least 1")

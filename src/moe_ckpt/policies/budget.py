@@ -1,8 +1,8 @@
-"""The budget for lost tokens: how Dynamic-K spends it, and how checkpoints are kept within it.
+"""Spends the budget for lost tokens (Dynamic-K), and keeps checkpoints within it.
 
 PLT, the portion of lost tokens, is the tokens lost in all recoveries over the tokens routed (PEC, section 3). MLT, the
-momentary lost tokens, is what one recovery loses, of each layer's own tokens (``core.tokens.tokens_at_risk``). All
-functions are pure, and everything they need is in the manifest, so their results are the same after a restart.
+momentary lost tokens, is the portion of each layer's tokens that one recovery loses (``core.tokens.tokens_at_risk``).
+All functions are pure, and everything that they need is in the manifest, so their results are the same after a restart.
 """
 
 from __future__ import annotations
@@ -18,23 +18,26 @@ from moe_ckpt.policies.base import PolicyContext
 from moe_ckpt.policies.selectors import Expert, in_shape
 
 PLT_BUDGETS = {"default": 0.05, "strict": 0.0375, "loose": 0.075}
-"""default: PEC's Dynamic-K. strict: MoC-System (ASPLOS'25). loose: where the PEC paper saw no harm to quality yet."""
+"""default: PEC's Dynamic-K. strict: MoC-System (ASPLOS'25). loose: the most without harm to quality in the PEC
+paper."""
 
 MLT_BUDGETS = {"default": 0.03, "loose": 0.06}
 """MoEtion, arXiv 2412.15411 v1, table 1. default: loss stays flat. loose: beyond it, loss rises sharply."""
 
 _MLT_UNITS = 1 << 40
-"""Portions of a layer's tokens are counted in such parts, rounded up: whole numbers, which are equal on all ranks."""
+"""Unit of portions of a layer's tokens, rounded up: whole numbers are equal on all ranks."""
 
 
 def resolve_budget(value: float | str, owner: str = "plt_budget", names: Mapping[str, float] = PLT_BUDGETS) -> float:
-    """The portion of lost tokens that ``value`` stands for: a number between 0 and 1, or one of ``names``.
+    """Returns the portion of lost tokens for a number between 0 and 1, or a name.
 
     Args:
-        owner: What the message calls the setting, such as ``MoC(plt_budget=``.
+        value: The number or the name.
+        owner: The setting in the message, such as ``MoC: plt_budget``.
+        names: Name -> portion.
 
     Raises:
-        ConfigError: neither.
+        ConfigError: ``value`` is neither.
     """
     if isinstance(value, str) and value in names:
         return names[value]
@@ -48,12 +51,12 @@ def resolve_budget(value: float | str, owner: str = "plt_budget", names: Mapping
 
 
 def dynamic_k(k: int, experts: int, lost: int, routed: int, budget: float) -> int:
-    """K once ``lost`` of ``routed`` tokens are lost: it doubles whenever half of the budget's rest is used up.
+    """Returns K after ``lost`` of ``routed`` tokens are lost: it doubles when half of the remaining budget is used up.
 
-    Dynamic-K, PEC section 3.1. The levels are k, 2k, 4k, ... up to ``experts``, where nothing is lost any more; level i
-    may lose ``budget / 2**(i+1)`` of all tokens routed so far. So all levels together stay below the budget, however
-    many there are. Tokens routed since then make room: K falls again, to what the run can afford. (The paper only
-    ever raises it. A long run that fails often then ends with dense checkpoints, most of its budget unspent.)
+    Dynamic-K, PEC section 3.1. The levels are k, 2k, 4k, ... up to ``experts``, at which no tokens are lost; level i
+    may lose ``budget / 2**(i+1)`` of all tokens routed so far. So all levels together stay below the budget. As more
+    tokens are routed, K falls again, to what the run can afford. (In the paper K only rises. A long run that fails
+    often then ends with dense checkpoints, and most of its budget unspent.)
     """
     allowed, share = Fraction(0), _exactly(budget)
     while k < experts:
@@ -66,42 +69,44 @@ def dynamic_k(k: int, experts: int, lost: int, routed: int, budget: float) -> in
 
 
 def tokens_left(context: PolicyContext, budget: float) -> int:
-    """Tokens that may still be lost at this step; below 0 when the budget is broken already.
+    """Returns the number of tokens that may still be lost at this step; below 0 if the budget is exceeded.
 
-    Exact, so that PLT never exceeds the budget by a rounding.
+    Exact, so that no rounding lets PLT exceed the budget.
     """
     return int(_exactly(budget) * context.tokens.routed_tokens // 1) - context.run.lost_tokens
 
 
 def _exactly(budget: float) -> Fraction:
-    """The number as it is written: 0.15, not the binary fraction just below it."""
+    """Returns the decimal number as written: 0.15, not the binary fraction just below it."""
     return Fraction(str(budget))
 
 
 def top_up(context: PolicyContext, stored: Collection[Expert] | Counts, budget: float) -> tuple[Expert, ...]:
-    """The wall: experts to save beside ``stored``, so that a fault that returns to this checkpoint keeps the budget.
+    """Returns experts to save beside ``stored``, so that a failure that returns to this checkpoint keeps the budget.
 
-    A fault returns to a committed checkpoint. If ``lost + unsaved tokens of the experts it does not hold <=
-    budget * routed`` was true when each was planned, PLT is within the budget after any fault, whatever K is.
-    Returns the fewest experts that do it, those with most unsaved tokens first, then by layer and index; every expert
-    with unsaved tokens where even that is not enough.
+    A failure returns to a committed checkpoint. If ``lost + unsaved tokens of the experts that it does not have <=
+    budget * routed`` was true when each checkpoint was planned, PLT is within the budget after any failure, whatever K
+    is. The result has as few experts as possible, those with most unsaved tokens first, then by layer and index; all
+    experts with unsaved tokens if even that is not enough.
 
-    Early in a run few tokens were routed, and one round of unsaved tokens is a large share of them, so checkpoints
-    are denser: for about ``every_n_steps * (ceil(E/K) - 1) / (2 * budget)`` steps, since ceil(E/K) checkpoints in turn
+    Early in a run few tokens were routed, and one round of unsaved tokens is a large share of them, so checkpoints are
+    denser: for about ``every_n_steps * (ceil(E/K) - 1) / (2 * budget)`` steps, since ceil(E/K) checkpoints in turn
     leave (ceil(E/K) - 1) / 2 intervals' tokens unsaved on average.
 
     Args:
-        stored: Also as ``[n, 2]``, layer and expert.
+        context: Of this step.
+        stored: Experts that the checkpoint saves anyway, also as ``[n, 2]``, layer and expert.
+        budget: For PLT.
     """
     unsaved = _unsaved_without(context, stored)
     return _fewest(unsaved, int(unsaved.sum()) - max(tokens_left(context, budget), 0))
 
 
 def top_up_mlt(context: PolicyContext, stored: Collection[Expert] | Counts, budget: float) -> tuple[Expert, ...]:
-    """Returns ``top_up`` for a budget of MLT: a recovery to this checkpoint loses no more of its layers' tokens.
+    """Returns ``top_up`` for a budget of MLT, which limits the loss of a recovery to this checkpoint alone.
 
-    Other recoveries do not count. An expert weighs as much as its part of its layer's tokens, rounded up by less than
-    1e-12. Early in a run checkpoints are denser for the same time, with the budget of MLT in the place of PLT's.
+    An expert weighs as much as its part of its layer's tokens, rounded up by less than 1e-12. Early in a run
+    checkpoints are denser for the same time as with ``top_up``, with the budget of MLT in the formula.
     """
     portions = _portions(context, _unsaved_without(context, stored))
     allowed = int(_exactly(budget) * len(context.model.catalog.layers) * _MLT_UNITS // 1)
@@ -109,16 +114,16 @@ def top_up_mlt(context: PolicyContext, stored: Collection[Expert] | Counts, budg
 
 
 def _portions(context: PolicyContext, unsaved: Counts) -> Counts:
-    """``[L, E]`` part of its layer's tokens, in ``_MLT_UNITS``."""
+    """Returns ``[L, E]`` unsaved part of the layer's tokens, in ``_MLT_UNITS``."""
     routed = context.tokens.routed
     whole = np.maximum(unsaved.sum(axis=1), routed if len(routed) == len(unsaved) else 0)
-    parts = unsaved / np.maximum(whole, 1)[:, None]  # one division each, which rounds alike everywhere
+    parts = unsaved / np.maximum(whole, 1)[:, None]  # a single division rounds alike on all processors
     units: Counts = np.ceil(parts * _MLT_UNITS).astype(np.int64)
     return units
 
 
 def _fewest(weights: Counts, excess: int) -> tuple[Expert, ...]:
-    """The fewest experts that weigh ``excess`` together, the heaviest first; all that weigh anything if too few."""
+    """Returns the fewest experts that weigh ``excess`` together, the heaviest first; all with weight if too few."""
     if excess <= 0:
         return ()
     flat = weights.ravel()

@@ -1,5 +1,8 @@
-"""Policies that save everything: ``Dense`` every N steps, ``CheckFreq`` as often as a given overhead allows, ``Gemini``
-in the memory of peers, at the interval that loses least."""
+"""Policies that save everything: ``Dense``, ``CheckFreq`` and ``Gemini``.
+
+``Dense`` saves every N steps, ``CheckFreq`` as often as a given overhead allows, and ``Gemini`` to the memory of peers,
+at the interval that loses least.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +44,7 @@ class _SavesEverything:
 @named_arguments
 @dataclass(frozen=True)
 class Dense(_SavesEverything):
-    """Save every operator at full fidelity every ``every_n_steps`` optimizer steps.
+    """Saves every operator at full fidelity every ``every_n_steps`` optimizer steps.
 
     Attributes:
         every_n_steps: Steps from one checkpoint to the next.
@@ -79,9 +82,9 @@ class _AsMeasured(_SavesEverything):
         """Returns the steps between checkpoints; None while there is nothing to compute it from.
 
         Args:
-            measured: Times so far. The interval is at least the time that a checkpoint takes until it is complete, so
-                that at most one is under way.
-            least_secs: Gives the least time between two checkpoints of which one costs so many seconds.
+            measured: Times so far. The interval is at least as long as a checkpoint takes to complete, so that at most
+                one is under way.
+            least_secs: Returns the least time between two checkpoints, for the seconds that one costs.
         """
         iteration, cost, persist = measured.iteration_secs, measured.checkpoint_cost_secs, measured.persist_secs
         if not iteration or cost is None or persist is None:
@@ -91,7 +94,7 @@ class _AsMeasured(_SavesEverything):
     def _due(self, context: PolicyContext, interval: int | None) -> int:
         """Returns the first step that is due."""
         if interval is None:
-            # Later: one checkpoint is on its way and not yet measured, or a restart forgot the measurements.
+            # Not due yet if one checkpoint is under way and not measured; a restart measures anew.
             interval = self.max_interval if context.measured.iteration_secs is None else self.profile_steps
         return (context.run.last_step or 0) + interval
 
@@ -121,7 +124,7 @@ class CheckFreq(_AsMeasured):
             )
 
     def interval(self, measured: Measured) -> int | None:
-        """Steps between checkpoints, or None while there is nothing to compute it from.
+        """Returns the steps between checkpoints; None while there is nothing to compute them from.
 
         Smallest n with ``cost <= max_overhead * n * iteration`` and ``persist <= n * iteration`` (CheckFreq, section
         4.1).
@@ -133,7 +136,7 @@ class CheckFreq(_AsMeasured):
         return Needs(alone=True, next_due=self.next_due)
 
     def next_due(self, context: PolicyContext) -> int:
-        """The first step that is due by what ``context`` has measured. See ``Needs.next_due``."""
+        """See ``Needs.next_due``."""
         return self._due(context, self.interval(context.measured))
 
     def describe(self) -> dict[str, Any]:
@@ -177,7 +180,7 @@ class Gemini(_AsMeasured):
             raise ConfigError(f"Gemini(mtbf_secs={mtbf!r}): mtbf_secs must be a number of seconds above 0, or None")
 
     def interval(self, context: PolicyContext) -> int | None:
-        """Steps between checkpoints, or None while there is nothing to compute it from."""
+        """Returns the steps between checkpoints; None while there is nothing to compute them from."""
         if isinstance(self.every_n_steps, int):
             return self.every_n_steps
         run_secs = context.run.step * (context.measured.iteration_secs or 0.0)

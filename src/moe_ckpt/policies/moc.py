@@ -74,7 +74,7 @@ class MoC:
 
     @property
     def budget(self) -> float | None:
-        """``plt_budget`` as a number; None if there is none."""
+        """``plt_budget`` as a number; None without a budget."""
         return None if self.plt_budget is None else resolve_budget(self.plt_budget)
 
     def check(self, catalog: Catalog) -> None:
@@ -86,15 +86,15 @@ class MoC:
                     raise ConfigError(f"MoC({name}={value}): layer {layer.name!r} has only {layer.experts} experts")
 
     def levels(self, context: PolicyContext) -> tuple[int, int]:
-        """``k`` and ``snapshot_k`` of a checkpoint now, at least 1 and ``k``.
+        """Returns ``k`` and ``snapshot_k`` of a checkpoint at this step, at least 1 and ``k``.
 
-        "auto" is the largest K with which no rank has more to copy than fits into one forward and backward pass and its
-        host memory (``snapshot_k``), or to commit than fits between two checkpoints on storage (``k``, which is no more
-        than what is copied either), at the rates that this run measured on its slowest rank; 1 until they are measured.
-        With memory that outlives the process, a checkpoint that stays in memory is limited by the copy alone, and one
-        for storage has the time since the last that went there. Both are computed again for each checkpoint, from
-        numbers that are the same on all ranks, and assume that experts are divided evenly; experts that are only copied
-        are chosen after those that are written, so some rank may have more of them. Dynamic-K raises both.
+        "auto" is the largest K with which no rank copies more than fits into one forward and backward pass and its host
+        memory (``snapshot_k``), and no rank commits more than fits between two checkpoints on storage (``k``, at most
+        ``snapshot_k``), at the rates measured on the slowest rank; 1 until they are measured. With memory that outlives
+        the process, a checkpoint that stays in memory is limited by the copy alone, and one for storage has the time
+        since the last one there. Both are computed anew for each checkpoint, from numbers that are equal on all ranks,
+        and assume that experts are divided evenly. Experts that are only copied are chosen after those that are
+        written, so some rank may have more of them. Dynamic-K raises both.
         """
         copied = _largest(context, context.copy_bytes()) if self._is_auto else 1
         snapshot_k = copied if self.snapshot_k == AUTO else self.snapshot_k
@@ -159,7 +159,7 @@ def _require_k(name: str, value: int | str) -> None:
 
 
 def _largest(context: PolicyContext, limit: int | None) -> int:
-    """The largest K with which no rank saves over ``limit`` bytes; 1 where that is not known, or too few."""
+    """Returns the largest K with which no rank saves over ``limit`` bytes; 1 if the limit is unknown or too small."""
     if limit is None:
         return 1
     stages = stages_of(context, weighed=True)
@@ -173,7 +173,7 @@ def _largest(context: PolicyContext, limit: int | None) -> int:
 
 
 def _places(catalog: Catalog, experts: Sequence[Expert]) -> Counts:
-    """Of each of ``experts``, its place in the catalog."""
+    """Returns ``[n]`` the place of each expert in the catalog."""
     flat = np.fromiter(chain.from_iterable(experts), dtype=np.int64, count=2 * len(experts))
     places: Counts = catalog.expert_places[flat[::2], flat[1::2]]
     return places

@@ -10,14 +10,13 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 
 from moe_ckpt.core.step import Contents, Facts, Step
 from moe_ckpt.core.tokens import NO_COUNTS
-from moe_ckpt.format.shard import Checksums, seal_of
+from moe_ckpt.format.shard import seal_of
 from moe_ckpt.format.slot import STATE, SlotHeader, SlotPart, encode_slot
 from moe_ckpt.ledger.freshness import UNKNOWN
 from moe_ckpt.memory.files import MemoryFiles
@@ -34,16 +33,6 @@ from moe_ckpt.threads import TaskThread, ThreadName
 log = logging.getLogger("moe_ckpt")
 
 
-class _Step(NamedTuple):
-    """One step's plain state. checkpoints: ``Facts.index``. ready: Set when all tensors are complete; None if they are."""
-
-    number: int
-    checkpoints: int
-    plain: Plain
-    ready: torch.cuda.Event | None
-    tokens: Deferred[StepTokens]
-
-
 class StateKeeper:
     """Keeps the plain state of the two newest steps in slots: peers may be a step behind this rank.
 
@@ -54,8 +43,7 @@ class StateKeeper:
 
     def __init__(self, files: MemoryFiles, world_size: int) -> None:
         self._files, self._world_size = files, world_size
-        self._sealed: list[tuple[int, Slot]] = []
-        self._part: CompiledPart | None = None
+        self._sealed: dict[int, Slot] = {}
         self._newest, self._is_failing = 0, False
         self._thread = TaskThread(ThreadName.STATE, self._failed)
 
@@ -68,7 +56,9 @@ class StateKeeper:
             plain: Plain state of the step, which does not change any more.
             tokens: Tokens that this rank counted in the step.
         """
-        self._thread.put(functools.partial(self._keep, _Step(step, index, plain, _ready(plain[1]), tokens)))
+        files = self._files
+        identity = Step(files.run_id, files.life, files.generation, step, step, parting=True)
+        self._thread.put(functools.partial(self._keep, identity, index, plain, _ready(plain[1]), tokens))
 
     def close(self, timeout_secs: float) -> None:
         """Waits for queued states. Sealed states stay. May be called twice.
@@ -88,58 +78,47 @@ class StateKeeper:
             log.warning("memory does not hold the plain state of step %d: %s", self._newest, problem)
         self._is_failing = True
 
-    def _keep(self, step: _Step) -> None:
-        self._newest = step.number
-        if step.ready is not None:
-            step.ready.synchronize()
-        slot = self._seal(step)
-        for number, older in self._sealed:
-            if number != step.number - 1:
-                older.remove()
-        self._sealed = [(number, older) for number, older in self._sealed if number == step.number - 1]
-        self._sealed.append((step.number, slot))
+    def _keep(
+        self, identity: Step, index: int, plain: Plain, ready: torch.cuda.Event | None, tokens: Deferred[StepTokens]
+    ) -> None:
+        self._newest = identity.step
+        if ready is not None:
+            ready.synchronize()
+        slot = self._seal(identity, Facts(index, "", NO_COUNTS, counted=tokens.result().applied), *plain)
+        for step in self._sealed.keys() - {identity.step - 1}:
+            self._sealed.pop(step).remove()
+        self._sealed[identity.step] = slot
         self._is_failing = False
 
-    def _seal(self, step: _Step) -> Slot:
-        encoded, side = step.plain
-        part = self._compiled(side)
-        slot = self._files.make(max(1, part.nbytes))
+    def _seal(self, identity: Step, facts: Facts, encoded: Any, side: Sequence[tuple[Any, torch.Tensor]]) -> Slot:
+        files, step, generation = self._files, identity.step, identity.generation
+        part = CompiledPart(STATE, no_cuts(), tuple(entry for entry, _ in side), ())
+        slot = files.make(max(1, part.nbytes))
         try:
             for entry, (_, tensor) in zip(part.side_entries(), side, strict=True):
                 target(entry, slot.memory).copy_(tensor)
-            sums = checksums_of(part, slot.memory[: part.nbytes]) if part.nbytes else np.zeros(0, dtype=np.uint64)
-            slot.seal(encode_slot(self._header(step, part, sums, slot, encoded)))
+            parts: tuple[SlotPart, ...] = ()
+            if part.nbytes:
+                seal = seal_of(step, generation, checksums_of(part, slot.memory[: part.nbytes]))
+                parts = (SlotPart(part.kind, 0, part.head(files.run_id, files.rank, step) + seal),)
+            header = SlotHeader(
+                identity,
+                rank=files.rank,
+                world_size=self._world_size,
+                nbytes=slot.memory.numel(),
+                freshness=UNKNOWN,
+                contents=Contents(()),
+                facts=facts,
+                state=state_file(encoded, step, generation, files.run_id, files.rank, self._world_size),
+                parts=parts,
+                only=STATE,
+                sealer=files.rank,
+            )
+            slot.seal(encode_slot(header))
         except BaseException:
             slot.remove()
             raise
         return slot
-
-    def _compiled(self, side: Sequence[tuple[Any, torch.Tensor]]) -> CompiledPart:
-        """Returns the part of these tensors: the same as for the step before if they have the same entries."""
-        entries = tuple(entry for entry, _ in side)
-        if self._part is None or self._part.given_side != entries:
-            self._part = CompiledPart(STATE, no_cuts(), entries, ())
-        return self._part
-
-    def _header(self, step: _Step, part: CompiledPart, checksums: Checksums, slot: Slot, encoded: Any) -> SlotHeader:
-        files, number = self._files, step.number
-        parts: tuple[SlotPart, ...] = ()
-        if part.nbytes:
-            head = part.head(files.run_id, files.rank, number)
-            parts = (SlotPart(part.kind, 0, head + seal_of(number, files.generation, checksums)),)
-        return SlotHeader(
-            Step(files.run_id, files.life, files.generation, number, number, parting=True),
-            rank=files.rank,
-            world_size=self._world_size,
-            nbytes=slot.memory.numel(),
-            freshness=UNKNOWN,
-            contents=Contents(()),
-            facts=Facts(step.checkpoints, "", NO_COUNTS, counted=step.tokens.result().applied),
-            state=state_file(encoded, number, files.generation, files.run_id, files.rank, self._world_size),
-            parts=parts,
-            only=STATE,
-            sealer=files.rank,
-        )
 
 
 def _ready(tensors: Sequence[tuple[Any, torch.Tensor]]) -> torch.cuda.Event | None:

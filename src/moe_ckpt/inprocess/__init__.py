@@ -1,12 +1,12 @@
 """Restarts training in the surviving processes, with NVIDIA's resiliency extension (``moe_ckpt[inprocess]``).
 
 ``restartable`` decorates a train function, which survivors of a failure call again; see docs/inprocess.md. When a rank
-is gone, the extension's monitor thread runs ``Abort`` while the training thread may wait for that rank, then raises an
-exception there, gives the places of those that are gone to spares, and calls the function again in all processes. Here
-the newest step is sealed first, in the memory that the next call takes it from.
+is gone, the extension's monitor thread runs ``Abort`` while the training thread may wait for that rank. It then raises
+an exception in the training thread, gives the places of lost ranks to spares, and calls the function again in all
+processes. Before that, this module seals the newest step in memory, from which the next call resumes.
 
-Two threads may be at it at once: the training thread, whose collective has failed, and the monitor. Sealing has a lock
-of its own; whatever else ends a checkpoint runs where the monitor cannot raise.
+The training thread, whose collective has failed, and the monitor may do so at the same time. Sealing has its own lock;
+everything else that ends a checkpoint runs where the monitor cannot raise.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ log = logging.getLogger("moe_ckpt")
 
 _T = TypeVar("_T")
 _HOPELESS = (UserError, RecoveryLoopError, NoCheckpointError)
-"""What another call would end with, too."""
+"""Errors that another call would also end with."""
 _PATIENCE_SECS = 5.0
-"""So long a step that is under way is waited for, before the processes are set back."""
+"""Longest wait for a step that is under way, before the processes are restarted."""
 
 
 class Restart:
@@ -51,7 +51,7 @@ class Restart:
         call: The extension's ``CallWrapper``.
 
     Attributes:
-        iteration: How often the function was called before in this process: 0 for the first call.
+        iteration: Number of earlier calls of the function in this process: 0 for the first call.
     """
 
     def __init__(self, call: Any) -> None:
@@ -60,17 +60,17 @@ class Restart:
         self._sealing: Any = None
 
     def init_process_group(self, backend: str | None = None, timeout: timedelta | None = None, **more: Any) -> None:
-        """Instead of ``torch.distributed.init_process_group``: RANK and WORLD_SIZE are those of this call.
+        """Replaces ``torch.distributed.init_process_group``, with RANK and WORLD_SIZE of this call.
 
         Args:
-            backend: As there.
-            timeout: As there.
-            **more: Further arguments, but neither ``store``, ``rank`` nor ``world_size``.
+            backend: As of that function.
+            timeout: As of that function.
+            **more: Its further arguments, without ``store``, ``rank`` and ``world_size``.
         """
         if dist.is_initialized():
-            dist.destroy_process_group()  # of the call before, where nobody has aborted it
+            dist.destroy_process_group()  # that of the previous call, unless it was aborted
         address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        # A connection of its own: the extension's threads wait on theirs for as long as nothing fails.
+        # A separate connection, since the extension's threads wait on theirs as long as nothing fails.
         connection = TCPStore(address, port, is_master=False, wait_for_workers=False)
         if timeout is not None:
             more["timeout"] = timeout
@@ -84,14 +84,15 @@ class Restart:
 
     @contextlib.contextmanager
     def keeping(self, checkpoint: object) -> Iterator[None]:
-        """Seals the newest step after a failure, and releases all resources. Use it instead of ``with checkpoint:``.
+        """Seals the newest step after a failure, and releases all resources. To be used instead of ``with
+        checkpoint:``.
 
         Args:
             checkpoint: The result of ``megatron.attach``, or the ``MoECheckpoint`` of the Trainer that trains in this
                 block.
 
         Raises:
-            UnsupportedError: It is something else.
+            UnsupportedError: ``checkpoint`` is neither.
         """
         sealing: Any = checkpoint
         if not all(hasattr(checkpoint, name) for name in ("survivors", "close")):
@@ -129,8 +130,8 @@ def restartable(
     ends with the extension's ``RestartAbort``, and the next start of the job resumes from memory.
 
     Args:
-        ranks: How many train; None: all, so there are no spares.
-        max_restarts: How often the function is called again; after that every process ends with ``RestartAbort``.
+        ranks: Number of processes that train; None: all, so there are no spares.
+        max_restarts: Number of times the function is called again; then every process ends with ``RestartAbort``.
             Errors that a user must fix (``errors.UserError``, and repeated failures of the recovery) end them at once.
         **options: Of ``nvidia_resiliency_ext.inprocess.Wrapper``, such as ``soft_timeout``; not ``rank_assignment``.
 
@@ -177,7 +178,7 @@ def _require_plain_processes(ranks: int | None) -> None:
 
 
 class _Parts:
-    """What ``Wrapper`` is made of."""
+    """Builds the extension's ``Wrapper``."""
 
     def __init__(self, inprocess: Any, ranks: int | None, max_restarts: int, options: dict[str, Any]) -> None:
         self._inprocess = inprocess
@@ -216,5 +217,5 @@ class _Parts:
             except _HOPELESS as error:
                 raise self._inprocess.exception.RestartAbort(str(error)) from error
 
-        attempt.__annotations__ = {"call": self._inprocess.CallWrapper}  # by which it finds the argument
+        attempt.__annotations__ = {"call": self._inprocess.CallWrapper}  # by which the extension finds the argument
         return attempt

@@ -1,9 +1,9 @@
 """``GradientLog``: each step saves some operators in full (anchors), and the gradients of all others.
 
-Between two anchors an operator's state follows from the anchor and the consumed gradients (``core.anchors``),
-so a recovery needs optimizer steps only: it restores the newest step, and only the step under way is trained again.
-MoEtion's Algorithm 3 (arXiv 2412.15411 v1) sends gradients for the same reason, for experts whose replicas were sent in
-full at the step before.
+Between two anchors an operator's state follows from the anchor and the consumed gradients (``core.anchors``). So a
+recovery needs only optimizer steps: it restores the newest step, and only the step under way is trained again.
+MoEtion's Algorithm 3 (arXiv 2412.15411 v1) sends gradients for the same reason, for experts that were sent in full at
+the step before.
 """
 
 from __future__ import annotations
@@ -35,17 +35,16 @@ class GradientLog:
     and, where peers hold copies, send it within an iteration. While rates are not known, W is ``most_window``, with
     which each step saves least.
 
-    A round is divided by bytes only, in an order that never changes. In a rolling schedule each operator is found at
-    each distance from its anchor equally often, so the order does not change the cost of a recovery; a new order would
-    leave some operators without an anchor for up to two rounds. (MoEvement anchors popular experts last, since
-    operators that are not anchored yet do less work in a replay. Here a replay is optimizer steps, which cost the same
-    for every expert.) Popularity decides only in the round that follows a save of everything: steps whose operators got
-    most tokens come first, since an expert without tokens has no gradient, and an operator that was not updated since
-    its anchor needs no replay.
+    A round is divided by bytes only, in an order that never changes. In a rolling schedule each operator is at each
+    distance from its anchor equally often, so the order does not change the cost of a recovery; a new order would leave
+    some operators without a new anchor for up to two rounds. (MoEvement anchors popular experts last, since operators
+    that are not anchored yet do less work in a replay. Here a replay consists of optimizer steps, which cost the same
+    for every expert.) Popularity decides only in the round after everything was saved: steps whose operators got most
+    tokens come first, since an expert without tokens has no gradient, and an operator that was not updated since its
+    anchor needs no replay.
 
     Everything is saved in full at the first step, when a checkpoint on storage is due (storage gets dense checkpoints,
-    no logs), and when storage lacks an operator. An operator that gradients can no longer bring to the newest step is
-    anchored at once.
+    no logs), and when storage lacks an operator. An operator without a complete chain of gradients is anchored at once.
 
     Needs memory that outlives the process (``moe_ckpt.Memory``), whose ``storage_every`` sets how
     often a checkpoint is written to storage: by default each step is a dense checkpoint.
@@ -153,14 +152,16 @@ class GradientLog:
         )
 
     def warning(self, context: PolicyContext) -> str | None:
-        """See ``Needs.warning``; None until rates are measured, because W does not mean anything before."""
+        """See ``Needs.warning``; None until rates are measured, since W is arbitrary before."""
         return None if context.measured.copy_bytes() is None else self.explain(context).warning
 
     # --- how long a round is ---
 
     def _window(self, context: PolicyContext, rounds: Rounds) -> int:
-        """The fewest steps that fit; a round under way that is little longer is gone on with. Fewer where host memory
-        has no room for what a round needs."""
+        """Returns the fewest steps that fit, or those of the round under way if that is little longer.
+
+        Returns fewer if host memory has no room for a round.
+        """
         fewest, memory = self._window_by_time(context, rounds), context.memory
         if memory.snapshot_bytes is None or not memory.outlives_process:
             return fewest
@@ -173,7 +174,7 @@ class GradientLog:
         return next((window for window in range(fewest, 1, -1) if held(window) <= budget), 1)
 
     def _window_by_time(self, context: PolicyContext, rounds: Rounds) -> int:
-        """``_window``, if host memory had room for as many as it takes."""
+        """Returns ``_window`` for unlimited host memory."""
         if isinstance(self.window, int):
             return self.window
         most = min(self.most_window, rounds.most)
@@ -203,10 +204,10 @@ class GradientLog:
         sent = max(rounds.rank_bytes(window, shared=sends.shared, experts=sends.experts, weights=weights))
         return min(copied, sendable * max(rounds.rank_bytes(window)) // sent) if sent else copied
 
-    # --- who is anchored ---
+    # --- which operators are anchored ---
 
     def _everything(self, context: PolicyContext) -> SnapshotPlan:
-        """A dense step, with those who will be anchored together in the round after it, as far as that is known now."""
+        """Returns a dense plan, with the groups that will be anchored together in the next round, if they are known."""
         everything = context.model.catalog.everything
         if not context.model.sizes:
             return SnapshotPlan(context.run.step, everything)
@@ -214,7 +215,7 @@ class GradientLog:
         return SnapshotPlan(context.run.step, everything, together=rounds.slots(self._window(context, rounds)))
 
     def _next(self, context: PolicyContext, rounds: Rounds, window: int, anchored_at: Counts) -> int:
-        """Whose turn it is: that of the slot with the oldest anchor; of several, of that with most tokens."""
+        """Returns the number of the slot with the oldest anchor; of several such slots, of the one with most tokens."""
         slots = rounds.places(window)
         oldest = [int(anchored_at[slot].min()) for slot in slots]
         waiting = [at for at, step in enumerate(oldest) if step == min(oldest)]
@@ -244,7 +245,7 @@ class GradientLog:
 
 
 def _tokens(context: PolicyContext, slots: tuple[Counts, ...]) -> list[int]:
-    """Tokens that the experts of each slot got lately."""
+    """Returns the tokens that the experts of each slot got recently."""
     catalog, tokens = context.model.catalog, context.tokens.popularity
     of_operator = np.zeros(len(catalog.operators), dtype=np.int64)
     experts = catalog.all_experts
@@ -253,4 +254,4 @@ def _tokens(context: PolicyContext, slots: tuple[Counts, ...]) -> list[int]:
 
 
 _rounds = Remembered(Rounds, most=4)
-"""Cutting takes a while; a model is weighed anew only when its tensors change."""
+"""Cached, since cutting is slow. ``sizes`` is a new object only when the model's tensors change."""

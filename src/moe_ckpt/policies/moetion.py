@@ -41,11 +41,11 @@ from moe_ckpt.policies.selectors import (
 )
 
 MOST_GRADIENTS = 8
-"""That an expert is behind its newest full copy on peers: memory keeps all snapshots back to that one, and a recovery
-makes so many updates once more."""
+"""Most gradients in a row that are sent of an expert: memory keeps all snapshots back to its newest full copy on peers,
+and a recovery repeats as many updates."""
 
 PROBED_CHECKPOINTS = 128
-"""From the first one on, of a run that probes; what is not told by then is taken for nothing."""
+"""Most checkpoints with which a run probes. What is not measured by then is assumed to be 0."""
 
 _Room = tuple[Stage, int, int | None]
 """A stage, how many of its experts are saved, and how many of them any rank may own."""
@@ -54,7 +54,7 @@ _Mask = npt.NDArray[np.bool_]
 
 
 class _Budget(NamedTuple):
-    """Bytes of one rank, None while not known, and what is paid from them."""
+    """A budget. limit: Bytes of one rank; None while not known. sends: The parts of operators that count."""
 
     limit: int | None
     sends: Sends = ALL_SENT
@@ -134,10 +134,10 @@ class MoEtion:
 
     @property
     def probes(self) -> bool:
-        """True if a run probes at its beginning, since a checkpoint at each step leaves no iteration to compare with.
+        """True if a run probes at its beginning, because with a checkpoint at each step no iteration is without one.
 
-        It then saves one expert per layer in two of four checkpoints, until it is known what saving adds to an
-        iteration (``core.save_budget``), for ``PROBED_CHECKPOINTS`` at most. No gradients are sent until then.
+        It then saves one expert per layer in two of four checkpoints, until the slowdown by saving is measured
+        (``core.save_budget``), for ``PROBED_CHECKPOINTS`` at most. No gradients are sent until then.
         """
         return self.every_n_steps == 1 and self.experts is None
 
@@ -170,11 +170,11 @@ class MoEtion:
     def budget_bytes(
         self, measured: Measured, storage_steps: int | None = None, budget_fraction: float = 1.0
     ) -> int | None:
-        """Most bytes of one checkpoint that one rank has time to save; None while not known.
+        """Returns the most bytes of one checkpoint that one rank has time to save; None while not known.
 
         Args:
             measured: Times and rates.
-            storage_steps: Since the last one that went to storage; None for ``every_n_steps``.
+            storage_steps: Steps since the last checkpoint that went to storage; None for ``every_n_steps``.
             budget_fraction: Portion of the time that saving may use.
         """
         copied = measured.copy_bytes(budget_fraction)
@@ -182,17 +182,17 @@ class MoEtion:
         return None if copied is None or persisted is None else min(copied, persisted)
 
     def _sent(self, context: PolicyContext) -> _Budget | None:
-        """What peers take; None without any, or where they have everything anyway."""
+        """Returns the budget of sends to peers; None without peers, or if they have all state anyway."""
         memory = context.memory
         if not memory.sends_copies:
             return None
         return _Budget(context.measured.send_bytes(self.every_n_steps, memory.budget_fraction), memory.sends)
 
     def plan(self, context: PolicyContext) -> SnapshotPlan:
-        """The plan's ``k`` is the mean of experts per layer that fit, rounded down.
+        """Returns the plan of a step. Its ``k`` is the mean number of experts per layer that fit, rounded down.
 
         Raises:
-            ConfigError: the budget is known, but ``context.model.sizes`` lacks operators.
+            ConfigError: The budget is known, but ``context.model.sizes`` lacks operators.
         """
         if context.run.step < self.next_due(context):
             return SnapshotPlan(context.run.step)
@@ -214,7 +214,8 @@ class MoEtion:
         return SnapshotPlan(context.run.step, context.model.catalog.ids_of(stored), k=total // layers)
 
     def _two_sets(self, context: PolicyContext) -> SnapshotPlan:
-        """Algorithm 1 for what goes to peers, and for what stays here, of which the former is a part."""
+        """Returns the plan of a step in memory: Algorithm 1 for peers, and for this node, which keeps the same and
+        more."""
         catalog, sent = context.model.catalog, self._sent(context)
         local = _Budget(context.copy_bytes(context.memory.budget_fraction))
         to_peers, gradients = None, np.zeros_like(catalog.is_expert)
@@ -234,7 +235,7 @@ class MoEtion:
         )
 
     def _parted(self, context: PolicyContext, rooms: Sequence[_Room], sends: Sends) -> tuple[_Mask, _Mask]:
-        """What peers get, and of which of that the gradient alone (Algorithm 3)."""
+        """Returns the operators that peers get, and those of them that are sent as gradients alone (Algorithm 3)."""
         chosen = self._chosen(context, rooms, Tier.PEER)
         none = np.zeros_like(chosen)
         held = context.memory.anchored_at
@@ -246,14 +247,14 @@ class MoEtion:
             mirrored[catalog.places_of(tuple(sorted(group)))] = False
         behind = mirrored & (held < (context.run.last_step or 0))
         ending = behind & ~chosen
-        if ending.any():  # what peers have gradients of stays, so that it takes the place of one that is new
+        if ending.any():  # experts that end a chain of gradients are sent in full, in the place of new ones
             chosen = self._chosen(context, rooms, Tier.PEER, behind)
-        if self._is_probing(context):  # whose small checkpoints would end what gradients lead to
+        if self._is_probing(context):  # small checkpoints would end chains of gradients
             return chosen, none
         return chosen, chosen & mirrored & ~ending & (context.run.step - held <= MOST_GRADIENTS)
 
     def _rooms(self, context: PolicyContext, budgets: Sequence[_Budget | None]) -> list[_Room]:
-        """What fits all of the budgets; of a small checkpoint that only probes, nothing but the least."""
+        """Returns how many experts fit all budgets; for a small checkpoint that probes, only the least number."""
         limits = [budget if self.experts is None else _Budget(None) for budget in budgets if budget is not None]
         if self._is_probing(context) and is_small(self._number(context)):
             limits = [budget if budget.limit is None else budget._replace(limit=0) for budget in limits]
@@ -271,7 +272,7 @@ class MoEtion:
         return self.probes and unknown and self._number(context) < PROBED_CHECKPOINTS
 
     def _number(self, context: PolicyContext) -> int:
-        """Of the checkpoint that is due; those that stay in memory have no index."""
+        """Returns the number of the checkpoint that is due; those that stay in memory have no index."""
         return context.run.step // self.every_n_steps
 
     def _chosen(self, context: PolicyContext, rooms: Sequence[_Room], tier: Tier, forced: _Mask | None = None) -> _Mask:
@@ -338,7 +339,7 @@ def why_no_gradients(context: PolicyContext) -> str | None:
 
 
 def most_overdue(most: int) -> int:
-    """Returns how many of ``most`` experts of a checkpoint may be overdue ones, of which many become so at once."""
+    """Returns how many of ``most`` experts may be overdue ones: half, since many become overdue at once."""
     return -(-most // 2)
 
 

@@ -33,10 +33,10 @@ from moe_ckpt.policies.selectors import storage_steps
 from moe_ckpt.policies.window_report import WindowReport
 
 PROFILE_STEPS = 10
-"""A run measures for so many steps, with one window only beside them; and where rates are not known it waits for so
-many before a dense checkpoint is taken to measure them."""
+"""Number of steps for which a run measures, beside a single window. Also the number of steps after which a dense
+checkpoint is made to measure rates that are not known."""
 FIRST_SLOTS = 4
-"""Most slots of the window beside which a run measures: a failure in its first steps must find it complete."""
+"""Most slots of the window beside which a run measures, so that it is complete if the run fails early."""
 
 Slots = tuple[tuple[str, ...], ...]
 
@@ -119,13 +119,13 @@ class MoEvement:
         return slot_plan(window, slot, context.run.step)
 
     def explain(self, context: PolicyContext) -> WindowReport:
-        """The window that ``context.run.step`` belongs to, or that would start at it, with its costs.
+        """Returns the window that ``context.run.step`` belongs to, or that would start at it, with its costs.
 
-        Where a window starts, it is the one that ``plan`` starts. Where ``plan`` waits for measurements, it is the one
-        that would start if the wait were over.
+        If a window starts at the step, it is the one that ``plan`` starts. If ``plan`` waits for measurements, it is
+        the one that would start without the wait.
 
         Raises:
-            ConfigError: as ``plan``.
+            ConfigError: As ``plan``.
         """
         window, slots_needed = _under_way(context), None
         if window is None:
@@ -148,10 +148,10 @@ class MoEvement:
         return self.explain(context).warning
 
     def next_due(self, context: PolicyContext) -> int:
-        """The first step that is not between the first window and the others. See ``Needs.next_due``.
+        """See ``Needs.next_due``: the policy waits between the first window and the others.
 
-        Once windows follow one another there is a snapshot beside every iteration, so iterations that are slow to
-        start, or that ran beside one, must not be all that was measured.
+        Later there is a snapshot beside every iteration. So before that, iterations must be measured that are neither
+        the slow first ones nor beside a snapshot.
         """
         last = context.run.last_step
         if self.window is not None or _under_way(context) is not None or not last or context.run.nothing_safe:
@@ -159,20 +159,20 @@ class MoEvement:
         return max(context.run.step, PROFILE_STEPS)
 
     def _waits(self, context: PolicyContext) -> bool:
-        """True while a window cannot be sized yet and there is a checkpoint to fall back on.
+        """Returns whether no window can be sized yet, and there is a checkpoint to fall back on.
 
-        Not for ever: rates are measured on checkpoints, and a run that was restarted may have made none yet.
+        The wait is limited, since rates are measured on checkpoints, and a restarted run may have made none yet.
         """
         if self.window is not None or context.run.step == 0 or _has_none(context):
             return False
         if context.run.step < self.next_due(context):
             return True
-        # A life that went on from step 0 knows no rates yet: nothing but that step stands behind it.
+        # A life that resumed from step 0 knows no rates, and has only that checkpoint: it waits less.
         patience = PROFILE_STEPS if context.run.last_step else FIRST_SLOTS
         return self._limit_bytes(context) is None and context.run.step - (context.run.last_step or 0) < patience
 
     def _limit_bytes(self, context: PolicyContext) -> int | None:
-        """Most bytes of a slot on one rank that an iteration leaves time for; None while not known."""
+        """Returns the most bytes of a slot that one rank can save in an iteration; None while not known."""
         secs, fraction = context.measured.recent_iteration_secs, context.memory.budget_fraction
         return bytes_in_time(secs, _bytes_per_sec(context), fraction)
 
@@ -199,14 +199,14 @@ class MoEvement:
         return self._within_memory(lanes, context, slots)
 
     def _slots_needed(self, lanes: Sequence[Lane], context: PolicyContext) -> Slots:
-        """The slots, if host memory had room for as many as it takes."""
+        """Returns the slots for unlimited host memory."""
         room, limit = context.memory.snapshot_bytes, self._limit_bytes(context)
         if context.run.step == 0:
             return (tuple(op for lane in lanes for op in lane.order),)
         if self.window is not None and not _has_none(context):
             return _balanced(lanes, context.model.sizes, self.window)
         if limit is None or _has_none(context):
-            # A dense checkpoint, to fall back on or to measure; where host memory is short, as few slots as it allows.
+            # A dense checkpoint, to fall back on or to measure; if host memory is short, as few slots as it allows.
             return self._fewest(lanes, context.model.sizes, room)
         slots = self._fewest(lanes, context.model.sizes, limit if room is None else min(limit, room))
         if context.run.last_step == 0 and len(slots) > FIRST_SLOTS:
@@ -215,13 +215,14 @@ class MoEvement:
         return slots
 
     def _within_memory(self, lanes: Sequence[Lane], context: PolicyContext, slots: Slots) -> Slots:
-        """These slots, or, where host memory has no room for them, those of the window nearest to it that fits.
+        """Returns these slots; or, if host memory has no room for them, those of the nearest window that fits.
 
-        Memory that outlives the process holds two windows, or one where storage gets each (``storage_due``, and where
-        there is no room for two). Other memory holds single slots.
+        Memory that outlives the process holds two windows; or one if storage gets each (``storage_due``), or if there
+        is no room for two. Other memory holds single slots.
 
         Raises:
-            ConfigError: Before training: there is no room for a checkpoint. Later, what does not fit is left out.
+            ConfigError: Before training, there is no room for a checkpoint. Later, snapshots that do not fit are left
+                out.
         """
         memory = context.memory
         room, at_once = memory.snapshot_bytes, memory.at_once
@@ -247,7 +248,7 @@ class MoEvement:
         return _balanced(lanes, context.model.sizes, 1)
 
     def _dense_due(self, context: PolicyContext, size: int) -> bool:
-        """Whether a dense checkpoint is to be made in place of a window of ``size`` slots."""
+        """Returns whether a dense checkpoint must be made in place of a window of ``size`` slots."""
         if size == 1 or context.run.dense_step is None:
             return False
         return (context.run.step - context.run.dense_step) * self.dense_overhead >= size - 1
@@ -259,7 +260,7 @@ class MoEvement:
         limit: int | None,
         most_slots: int | None = None,
     ) -> Slots:
-        """The fewest slots that keep within ``limit``, evened out; the best of ``most_slots`` slots if none do."""
+        """Returns the fewest balanced slots within ``limit``; the lightest of up to ``most_slots`` if none are."""
         if limit is None:
             return (tuple(op for lane in lanes for op in lane.order),)
         most = most_slots or self.max_window
@@ -276,7 +277,7 @@ class MoEvement:
         return best
 
     def _too_large(self, context: PolicyContext, heaviest: int) -> str:
-        """Why no checkpoint fits in host memory, and what to change. heaviest: On one rank."""
+        """Returns why no checkpoint fits in host memory, and what to change. heaviest: Bytes on one rank."""
         room = (context.memory.snapshot_bytes or 0) * context.memory.at_once
         return (
             f"{self._name()}: at step {context.run.step}, the heaviest snapshot has {heaviest:,} bytes on each of "
@@ -292,15 +293,15 @@ class MoEvement:
 
 
 def _has_none(context: PolicyContext) -> bool:
-    """True if there is no checkpoint to fall back on, so that the next one must be whole."""
+    """Returns whether there is no checkpoint to fall back on, so that the next one must be complete."""
     return context.run.last_step is None or context.run.nothing_safe
 
 
 def _bytes_per_sec(context: PolicyContext) -> float | None:
-    """The rate at which a window's slots are saved, one in each iteration; None while not known.
+    """Returns the rate at which a window's slots are saved, one in each iteration; None while not known.
 
-    A window that stays in memory is only copied. One that storage gets is committed as well, in all the time since the
-    one before it that storage got.
+    A window that stays in memory is only copied. A window for storage is also committed, in the time since the previous
+    window for storage.
     """
     copied, committed = context.measured.copy_bytes_per_sec, context.measured.persist_bytes_per_sec
     if context.memory.outlives_process and not context.memory.storage_due:
@@ -311,7 +312,7 @@ def _bytes_per_sec(context: PolicyContext) -> float | None:
 
 
 def _under_way(context: PolicyContext) -> Window | None:
-    """The window whose next slot is to be saved at this very step."""
+    """Returns the window whose next slot is saved at this step; None if a new one begins."""
     window, slot = context.run.window, context.run.next_slot
     if window is None or not 0 < slot < window.size:
         return None

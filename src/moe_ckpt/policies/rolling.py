@@ -1,9 +1,9 @@
-"""A rolling schedule: at each step some operators are anchored, and of all others the consumed gradients are saved.
+"""The rolling schedule of a gradient log: each step anchors some operators, and saves the gradients of all others.
 
 W steps make a round, in which every operator is anchored once. With ``f`` bytes per parameter in full (12 in mixed
-precision: master weight and two moments) and ``g`` of gradient, a step weighs ``f/W + g (W - 1)/W`` per parameter. The
-more steps a round has, the closer that is to ``g``, and the longer a replay. A sparse window (MoEvement, section 3.2)
-weighs ``f/W + 2 (W - 1)/(2 W)``, since half of its operators, on average, need nothing.
+precision: master weight and two moments) and ``g`` bytes of gradient, a step has ``f/W + g (W - 1)/W`` bytes per
+parameter. The more steps a round has, the closer that is to ``g``, and the longer is a replay. A sparse window
+(MoEvement, section 3.2) has ``f/W + 2 (W - 1)/(2 W)``, since on average half of its operators are not saved.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from moe_ckpt.core.tokens import Counts
 from moe_ckpt.core.window import Lane, OperatorBytes, lanes_of, merge_coupled, side_by_side
 
 Slots = tuple[tuple[str, ...], ...]
-"""Per step of a round, the operators that are anchored."""
+"""Per step of a round, the anchored operators."""
 
 
 def held_bytes_per_parameter(window: int, gradient: float, full: float = 12.0, slots: int = MOST_SLOTS) -> float:
     """Returns the bytes per parameter that the newest step of a log needs: anchors, and the gradients since.
 
-    An operator's gradients go when it is anchored again: of W - 1 steps half are there on average. Where operators of
-    several steps share a slot, they stay until the last of these is anchored.
+    An operator's gradients are deleted when it is anchored again: on average those of half of W - 1 steps exist. If
+    operators of several steps share a slot, their gradients stay until the last of them is anchored.
 
     Args:
         window: Steps of a round.
         gradient: Bytes of a gradient per parameter.
-        full: Bytes in full.
-        slots: Most slots of gradients of one step.
+        full: Bytes per parameter in full.
+        slots: Most slots for the gradients of one step.
 
     Raises:
         ValueError: ``window`` is below 1.
@@ -44,14 +44,16 @@ def held_bytes_per_parameter(window: int, gradient: float, full: float = 12.0, s
 
 
 def most_held_bytes_per_parameter(window: int, gradient: float, full: float = 12.0, slots: int = MOST_SLOTS) -> float:
-    """Returns the most that the newest step needs: at the end of the first round after a dense step, which stays whole
-    until every operator has a newer anchor.
+    """Returns the most bytes per parameter that the newest step of a log ever needs.
+
+    It needs them at the end of the first round after a dense step, which is kept until every operator has a newer
+    anchor.
 
     Args:
-        window: See ``held_bytes_per_parameter``.
-        gradient: Likewise.
-        full: Likewise.
-        slots: Likewise.
+        window: As of ``held_bytes_per_parameter``, and so are the others.
+        gradient: Bytes of a gradient per parameter.
+        full: Bytes per parameter in full.
+        slots: Most slots for the gradients of one step.
 
     Raises:
         ValueError: ``window`` is below 1.
@@ -65,16 +67,15 @@ def _beyond_gradient(size: OperatorBytes) -> int:
 
 
 class Rounds:
-    """The rounds of one model on one layout, of any number of steps; each is computed on first use.
+    """The rounds of one model on one layout, of any number of steps. Results are cached.
 
-    Operators come in the catalog's order, of each pipeline stage by itself, with one expert of each owner in turn: that
-    order never changes, so that every operator is anchored again exactly a round later. Each cut makes the heaviest
-    step as light as it can be.
+    Within each pipeline stage operators come in the catalog's order, with one expert of each owner in turn. That order
+    never changes, so that every operator is anchored again exactly one round later.
 
     Args:
         catalog: Of the model.
-        sizes: Of all operators, in the whole model.
-        placement: Who holds what.
+        sizes: Sizes of all operators in the whole model.
+        placement: The ranks that hold operators.
         coupled: Groups of operators that are anchored at the same step.
     """
 
@@ -92,7 +93,7 @@ class Rounds:
 
     @property
     def most(self) -> int:
-        """Steps of the longest round: no step of it is without an anchor."""
+        """Most steps of a round in which each step has an anchor."""
         return max((len(lane.order) for lane in self._lanes), default=1)
 
     @lru_cache(maxsize=64)  # noqa: B019 - rounds are few and stay; so are the next ones
@@ -121,7 +122,7 @@ class Rounds:
     def rank_bytes(
         self, window: int, *, shared: bool = True, experts: bool = True, weights: bool = True
     ) -> tuple[int, ...]:
-        """Returns what each step of a round saves on the rank that has most: anchors, and gradients of the others.
+        """Returns the bytes of each step of a round on the rank that has most: anchors, and gradients of the others.
 
         Args:
             window: Steps of the round.
@@ -146,17 +147,17 @@ class Rounds:
 
     @cached_property
     def gradient_bytes(self) -> int:
-        """Gradients of all operators, on the rank that has most: no step saves less."""
+        """Bytes of the gradients of all operators on the rank that has most, below which no step can be."""
         return max(_on_a_rank(lane, (), self._sizes, self._members.keys())[0] for lane in self._lanes)
 
     @property
     def dense_bytes(self) -> int:
-        """All operators in full, on the rank that has most."""
+        """Bytes of all operators in full on the rank that has most."""
         return max(self.rank_bytes(1))
 
 
 def _on_a_rank(lane: Lane, slots: Slots, sizes: Mapping[str, OperatorBytes], counted: Collection[str]) -> list[int]:
-    """Bytes on the lane's busiest rank: of a step that anchors nothing, and of each of ``slots``."""
+    """Returns the bytes on the lane's busiest rank: of a step without anchors, and of each of ``slots``."""
     shared, owned = [0] * (len(slots) + 1), dict[int, list[int]]()
     for op in filter(counted.__contains__, lane.order):
         row = owned.setdefault(lane.owners[op], [0] * len(shared)) if op in lane.owners else shared
@@ -173,22 +174,20 @@ def _on_a_rank(lane: Lane, slots: Slots, sizes: Mapping[str, OperatorBytes], cou
 
 @dataclass(frozen=True)
 class LogReport:
-    """The cost of a round of one model, with what was known when it was made: explains a choice, decides nothing.
+    """Explains the choice of a round (``GradientLog.explain``). It decides nothing.
 
-    ``GradientLog.explain`` makes it.
-
-    Bytes are those of the rank that has most.
+    All bytes are those of the rank that has most.
 
     Attributes:
-        window: W, steps of a round.
-        dense_bytes: Of everything in full.
-        gradient_bytes: Of all gradients: what no round saves less than at each step.
-        heaviest_bytes: Of the round's heaviest step.
-        mean_bytes: Of its steps.
-        limit_bytes: Most that a step may save; None while not known.
-        most_window: The longest round that was allowed.
-        iteration_secs: None while not known.
-        unlimited: W, if host memory had more room; 0 while not known.
+        window: W, the number of steps of a round.
+        dense_bytes: Bytes of all operators in full.
+        gradient_bytes: Bytes of all gradients, below which no step of a round can be.
+        heaviest_bytes: Bytes of the round's heaviest step.
+        mean_bytes: Mean bytes of its steps.
+        limit_bytes: Most bytes that a step may have; None while not known.
+        most_window: Most steps of a round that were allowed.
+        iteration_secs: Time of an iteration; None while not known.
+        unlimited: W with unlimited host memory; 0 while not known.
     """
 
     window: int
@@ -203,30 +202,29 @@ class LogReport:
 
     @property
     def fits(self) -> bool | None:
-        """True if each step keeps within the limit; None where that is not known."""
+        """True if each step keeps within the limit; None if that is not known."""
         return None if self.limit_bytes is None else self.heaviest_bytes <= self.limit_bytes
 
     @property
     def stall_secs(self) -> float | None:
-        """Seconds that the heaviest step takes longer than there is time for; None where that is not known."""
+        """Seconds for which the heaviest step exceeds its time; None if that is not known."""
         if not self.limit_bytes or not self.iteration_secs:
             return None
         return max(0.0, self.heaviest_bytes / self.limit_bytes - 1) * self.iteration_secs
 
     @property
     def held_bytes(self) -> float:
-        """Bytes of the log that memory holds: anchors, the gradients since, and the step that comes in."""
+        """Bytes of the log in memory: anchors, the gradients since then, and the step that is being copied."""
         return held_bytes_per_parameter(self.window, self.gradient_bytes, self.dense_bytes) + self.mean_bytes
 
     @property
     def most_held_bytes(self) -> float:
-        """The most, when the first round after a dense step ends."""
+        """Most bytes of the log in memory, at the end of the first round after a dense step."""
         return most_held_bytes_per_parameter(self.window, self.gradient_bytes, self.dense_bytes) + self.mean_bytes
 
     @property
     def warning(self) -> str | None:
-        """One sentence if steps weigh more than there is time for, with the reason, or if host memory has no room for
-        the round that was wanted; None if neither is so, or if unknown."""
+        """A sentence if steps exceed their time, or if host memory has no room for the best round; otherwise None."""
         warnings = [warning for warning in (self._memory_warning, self._time_warning) if warning is not None]
         return "; ".join(warnings) if warnings else None
 

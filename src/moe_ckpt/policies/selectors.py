@@ -1,6 +1,6 @@
-"""Which experts of each layer a partial checkpoint saves, by name: in turn, or by the tokens that are not saved yet.
+"""Selects the experts of each layer that a partial checkpoint saves: in turn, or by unsaved tokens.
 
-``load_aware`` is the paper's rule (PEC, arXiv 2408.04307, Algorithm 1), ``least_loss`` one that loses less.
+``load_aware`` is the paper's rule (PEC, arXiv 2408.04307, Algorithm 1), and ``least_loss`` loses fewer tokens.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ Expert = tuple[int, int]
 
 @dataclass(frozen=True)
 class Request:
-    """Number of experts per MoE layer that one checkpoint takes; a layer with fewer gives all it has.
+    """The number of experts per MoE layer that one checkpoint takes. A layer with fewer experts gives all.
 
     Attributes:
         k: Experts that go to storage.
         snapshot_k: Experts that are copied to host memory, those for storage included; at least k.
         interval_steps: Steps between checkpoints.
-        tier: Experts are chosen by what this tier has of them.
+        tier: The tier whose versions and unsaved tokens decide.
     """
 
     k: int
@@ -42,11 +42,11 @@ class Request:
 
 @dataclass(frozen=True)
 class Selection:
-    """Experts that a checkpoint saves, layer by layer.
+    """The experts that a checkpoint saves, layer by layer.
 
     Attributes:
-        stored: They go to storage.
-        host_only: They are copied to host memory, and do not go to storage.
+        stored: Experts that go to storage.
+        host_only: Experts that are copied to host memory, and do not go to storage.
     """
 
     stored: tuple[Expert, ...]
@@ -58,42 +58,42 @@ Selector = Callable[[PolicyContext, Request], Selection]
 
 
 def in_shape(context: PolicyContext, counts: Counts | None, unknown: int) -> Counts:
-    """``counts`` if it has the model's shape ``[L, E]``; otherwise nothing is known yet, and all are ``unknown``."""
+    """Returns ``counts`` if it has the model's shape ``[L, E]``; otherwise a table of ``unknown``."""
     layers = context.model.catalog.layers
     shape = (len(layers), max((layer.experts for layer in layers), default=0))
     return counts if counts is not None and counts.shape == shape else np.full(shape, unknown, dtype=np.int64)
 
 
 def unsaved_of(context: PolicyContext, tier: Tier) -> Counts:
-    """``[L, E]`` tokens that a tier will lack once what is under way is complete there."""
+    """Returns ``[L, E]`` tokens that a tier will lack once the snapshots under way are complete there."""
     return in_shape(context, context.tokens.expected_unsaved.get(tier), 0)
 
 
 def chosen_at_of(context: PolicyContext, tier: Tier) -> Counts:
-    """``[L, E]`` steps at which experts were chosen last for a tier; -1 of those that never were."""
+    """Returns ``[L, E]`` steps at which experts were last chosen for a tier; -1 if never."""
     return in_shape(context, context.tokens.chosen_at.get(tier), -1)
 
 
 def tier_of(context: PolicyContext) -> Tier:
-    """The tier by which a partial checkpoint chooses experts: storage, or memory where only this gets it.
+    """Returns the tier by which a partial checkpoint chooses experts: storage, or memory if only memory gets it.
 
-    What storage has does not change before something is written there: by that alone, all checkpoints in between would
-    save the very same experts, and a failure would find the others in memory as old as on storage.
+    The versions on storage do not change between writes. If these decided, all checkpoints in memory would save the
+    same experts, and the others would be as old in memory as on storage.
     """
     return Tier.STORAGE if context.memory.storage_due else Tier.HOST
 
 
 def interval_steps(context: PolicyContext, every_n_steps: int) -> int:
-    """Steps from one checkpoint to the next: ``every_n_steps``, or as rarely as the run made them so far.
+    """Returns the steps from one checkpoint to the next: ``every_n_steps``, or the run's mean so far if that is longer.
 
-    Those that stay in memory are not counted, and are as frequent as configured.
+    Checkpoints that stay in memory are not counted; they are as frequent as configured.
     """
     run = context.run
     return max(every_n_steps, ceil(run.step / (run.index + 1))) if context.memory.storage_due else every_n_steps
 
 
 def storage_steps(context: PolicyContext, every_n_steps: int) -> int:
-    """Steps that storage has for a checkpoint: since the newest one there, if memory gets others in between."""
+    """Returns the steps that storage has for a checkpoint: since the newest one there, if memory got others since."""
     newest = int(chosen_at_of(context, Tier.STORAGE).max(initial=-1))
     if newest < 0 or not context.memory.outlives_process:
         return every_n_steps
@@ -101,7 +101,7 @@ def storage_steps(context: PolicyContext, every_n_steps: int) -> int:
 
 
 def experts_of(context: PolicyContext, operators: Iterable[str]) -> set[Expert]:
-    """The experts among ``operators``, which are ids of the catalog."""
+    """Returns the experts among ``operators``, which are ids of the catalog."""
     at = context.model.catalog.expert_at
     return {at[op] for op in operators if op in at}
 
@@ -114,24 +114,25 @@ def best_first(groups: Counts, priority: Counts, chosen_at: Counts) -> Counts:
     amounts, ages = highest - int(priority.min()) + 1, int(chosen_at.max()) - oldest + 1
     if (int(groups.max()) + 1) * amounts * ages * len(groups) >= 1 << 63:
         return np.lexsort((chosen_at, -priority, groups))  # stable: what is equal stays in order
-    # One number for all of it, the expert's own included: no two are equal, and sorting them is quick.
+    # One number per expert, with its place, so that no two are equal: sorting these is fast.
     keys = (groups * amounts + (highest - priority)) * ages + (chosen_at - oldest)
     order: Counts = np.sort(keys * len(groups) + np.arange(len(groups))) % len(groups)
     return order
 
 
 STALE_ROUNDS = 4
-"""An expert not chosen for this many rounds of ceil(E/K) checkpoints is overdue, and goes first."""
+"""An expert that was not chosen for this many rounds of ceil(E/K) checkpoints is overdue, and goes first."""
 
 
 def load_aware(context: PolicyContext, request: Request) -> Selection:
-    """Per layer the K experts with most unsaved tokens whose rank has capacity left (Algorithm 1).
+    """Selects per layer the K experts with most unsaved tokens whose rank has capacity left (Algorithm 1).
 
-    Experts by unsaved tokens (what checkpoints under way save counts as saved), then oldest, then lowest
-    index; taken while their owner rank has capacity left. The paper indexes capacity by expert, as if a rank owned one
-    of each layer: here it is the owner's. Where no capacity is used up, that is all there is to it.
+    Experts are ordered by unsaved tokens (those that checkpoints under way save count as saved), then oldest, then
+    lowest index, and taken while their owner rank has capacity left. The paper indexes capacity by expert, as if a rank
+    owned one of each layer; here it is the owner's. If no capacity is used up, that is the whole rule.
 
-    What the paper leaves open, or what would lose more tokens than ``sequential`` (docs/moc.md has the figures):
+    Further rules, where the paper leaves a question open or would lose more tokens than ``sequential`` (docs/moc.md has
+    the figures):
     - Capacity is the smallest one with which all K of all layers can be taken: ceil(L*K/R) where R divides E, and
       more where some ranks own less than others, or nothing. Layers that have no owner in common (pipeline stages)
       have nothing to share, so each such group of layers chooses by itself.
@@ -163,9 +164,9 @@ def least_loss(context: PolicyContext, request: Request) -> Selection:
 
 
 def _by_priority(context: PolicyContext, request: Request, priority: Counts) -> Selection:
-    """The experts with the highest ``priority`` [L, E], evenly over the ranks.
+    """Selects the experts with the highest ``priority`` [L, E], evenly over the ranks.
 
-    Whole numbers: sums of floats could differ between ranks with different processors, and so could the plans.
+    Priorities are whole numbers: sums of floats, and so plans, could differ between ranks with different processors.
     """
     chosen_at = chosen_at_of(context, request.tier)
     sizes = [layer.experts for layer in context.model.catalog.layers]
@@ -190,7 +191,7 @@ def _by_priority(context: PolicyContext, request: Request, priority: Counts) -> 
 
 
 def sorted_rows(chosen_at: Counts, priority: Counts, sizes: Sequence[int]) -> list[Counts]:
-    """Layer by layer, its experts: highest priority first, then oldest, then by index."""
+    """Returns the experts of each layer: highest priority first, then oldest, then by index."""
     is_expert = np.arange(priority.shape[1]) < np.array(sizes, dtype=np.int64).reshape(-1, 1)
     layers, experts = np.nonzero(is_expert)
     order = best_first(layers, priority[is_expert], chosen_at[is_expert])
@@ -202,7 +203,7 @@ class OwnerGroup(NamedTuple):
 
     Attributes:
         owners: Layer -> owner of each of its experts, counted from 0.
-        owned: ``[L, R]`` how many of each layer each owns.
+        owned: ``[L, R]`` number of each layer's experts that each rank owns.
     """
 
     owners: Mapping[int, Sequence[int]]
@@ -242,7 +243,7 @@ def _pairs(per_layer: list[list[int]]) -> tuple[Expert, ...]:
 
 
 def _overdue(context: PolicyContext, chosen_at: Counts, sizes: list[int], request: Request) -> list[Expert]:
-    """Experts not chosen for over ``STALE_ROUNDS`` rounds, the oldest first, then from the last layer to the first.
+    """Returns experts not chosen for over ``STALE_ROUNDS`` rounds, the oldest first, then from the last layer on.
 
     Rounds are counted in steps, so that a storage that cannot keep up does not make every expert overdue.
     """
@@ -259,11 +260,11 @@ class Dealer:
 
     Args:
         orders: Per layer, its experts in the order of preference.
-        turns: The layers that take part, first to choose first.
-        group: Has their owners.
+        turns: The layers that take part, in the order in which they choose.
+        group: Owners of their experts.
 
     Attributes:
-        taken: Per layer, the experts taken so far, in the order they were.
+        taken: Per layer, the experts taken so far, in the order of taking.
 
     Why nothing runs short, for layers of one size: let rank r own n_r experts of each layer and have c_r capacity
     left, with m layers still to come that need K each. They can be served if and only if
@@ -278,11 +279,11 @@ class Dealer:
         self._owners = group.owners
         self._load = np.zeros(group.owned.shape[1], dtype=np.int64)
         self._owned = group.owned.copy()
-        """``[L, R]`` experts not taken yet."""
+        """``[L, R]`` number of experts not taken yet."""
         self._supply = self._owned.sum(axis=0)
 
     def deal(self, per_layer: int, first: list[Expert] | None = None) -> None:
-        """Take until every layer has ``per_layer`` experts, or all it has.
+        """Takes experts until every layer has ``per_layer`` of them, or all.
 
         Args:
             first: Experts to begin with, as long as their layer and their rank have room.
@@ -304,14 +305,14 @@ class Dealer:
                 self._deal_layer(row, needs[row], capacity, to_come.copy(), needed)
 
     def _smallest_capacity(self, experts: int) -> int:
-        """The smallest number of experts per rank with which ``experts`` experts can be saved at all."""
+        """Returns the smallest capacity per rank with which ``experts`` experts can be saved."""
         capacity = -(-experts // len(self._load))
         while int(np.minimum(capacity, self._supply).sum()) < experts:
             capacity += 1
         return capacity
 
     def _deal_layer(self, row: int, need: int, capacity: int, to_come: Counts, needed: int) -> None:
-        """Take ``need`` experts of one layer. ``to_come`` [R], ``needed``: supply and need of the layers after it."""
+        """Takes ``need`` experts of one layer. ``to_come`` [R] and ``needed`` are supply and need of later layers."""
         rooms = np.maximum(capacity - self._load, 0)
         slack = int(np.minimum(rooms, to_come).sum()) - needed
         free = np.maximum(rooms - to_come, 0).tolist()
@@ -345,7 +346,7 @@ class Dealer:
 
 
 def sequential(context: PolicyContext, request: Request) -> Selection:
-    """Sequential interleaved selection (PEC, arXiv 2408.04307; MoC section 3.2): the oldest experts first.
+    """Selects the oldest experts (sequential interleaved selection: PEC, arXiv 2408.04307; MoC section 3.2).
 
     Per layer: the experts with the smallest ``TokenFacts.chosen_at``. Ties go by position in the rank-interleaved
     order, counted on from where the newest experts end, or in layer l from position ``l*K`` where all are alike.
@@ -371,9 +372,12 @@ def sequential(context: PolicyContext, request: Request) -> Selection:
 
 
 def _oldest_first(chosen_at: Counts, first: Counts, most: int) -> Counts:
-    """The ``most`` oldest positions by age, ``[L, most]``.
+    """Returns the ``most`` oldest positions by age, ``[L, most]``.
 
-    chosen_at: ``[L, E]`` by position. first: ``[L]`` where to count from if all are alike.
+    Args:
+        chosen_at: ``[L, E]`` by position.
+        first: ``[L]`` position from which to count if all are equally old.
+        most: Number of positions.
     """
     count = chosen_at.shape[1]
     turn = _turns(count)[first % count]
@@ -384,22 +388,22 @@ def _oldest_first(chosen_at: Counts, first: Counts, most: int) -> Counts:
     has_end = ends.any(axis=1)
     last = np.where(ends, turn, count).argmin(axis=1)
     turn[has_end] = _turns(count)[(last[has_end] + 1) % count]
-    rank = chosen_at * count + turn  # by age, and among those of one age by turn: no two are alike
+    rank = chosen_at * count + turn  # by age, then by turn: no two are equal
     rows = np.arange(len(rank))[:, None]
-    oldest: Counts = np.argpartition(rank, min(most, count) - 1, axis=1)[:, :most]  # to sort them all takes longer
+    oldest: Counts = np.argpartition(rank, min(most, count) - 1, axis=1)[:, :most]  # faster than sorting all
     by_age: Counts = oldest[rows, rank[rows, oldest].argsort(axis=1)]
     return by_age
 
 
 @lru_cache(maxsize=8)
 def _turns(count: int) -> Counts:
-    """``[E, E]``: in row r, when each of ``count`` positions has its turn if r begins."""
+    """Returns ``[E, E]``: in row r, the turn of each of ``count`` positions if r begins."""
     positions = np.arange(count)
     return (positions - positions[:, None]) % count
 
 
 def _orders_of(owners: tuple[tuple[int, ...], ...]) -> tuple[tuple[Counts, Counts], ...]:
-    """For each size of layers: the layers ``[l]``, and their experts in rank-interleaved order ``[l, E]``."""
+    """Returns for each size of layers: the layers ``[l]``, and their experts in rank-interleaved order ``[l, E]``."""
     alike: dict[int, list[int]] = {}
     for row, ranks in enumerate(owners):
         alike.setdefault(len(ranks), []).append(row)

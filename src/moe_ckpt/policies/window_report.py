@@ -1,4 +1,4 @@
-"""What a sparse window costs and what a recovery from it costs, in numbers: explains a choice, decides nothing."""
+"""Explains the choice of a sparse window by its costs. It decides nothing."""
 
 from __future__ import annotations
 
@@ -11,19 +11,21 @@ from moe_ckpt.core.save_budget import bytes_in_time
 from moe_ckpt.core.window import OperatorBytes, Window, lanes_of, share_bytes, slot_bytes
 
 _NOTICED = 0.01
-"""Stall that is told, as a portion of an iteration."""
+"""Least stall that is reported, as a portion of an iteration."""
 
 
 @dataclass(frozen=True)
 class SlotCost:
-    """The snapshot of one step of a window. All ranks together, but for ``rank_bytes`` and the times.
+    """The costs of one slot's snapshot, of all ranks together except for ``rank_bytes`` and the times.
 
     Attributes:
-        full_bytes: Of its anchors.
-        compute_bytes: Of the operators that later slots anchor.
-        rank_bytes: An even share of both, rounded up.
-        secs: Time to copy and to commit that share, whichever takes longer.
-        stall_secs: How much longer than an iteration that is. Both None where rates or iteration time are not known.
+        anchors: Operators that the slot anchors.
+        frozen: Number of operators that later slots anchor.
+        full_bytes: Bytes of the anchors.
+        compute_bytes: Compute weights of the operators that later slots anchor, in bytes.
+        rank_bytes: Bytes on the rank that has most.
+        secs: Time to copy or to commit these bytes, whichever is longer; None if rates are not known.
+        stall_secs: Time by which that exceeds an iteration; None if it is not known.
     """
 
     anchors: tuple[str, ...]
@@ -41,19 +43,18 @@ class SlotCost:
 
 @dataclass(frozen=True)
 class WindowReport:
-    """One window of one model, with what was known when it was made.
-
-    ``MoEvement.explain`` makes it.
+    """One window of one model, with the measurements by which it was chosen (``MoEvement.explain``).
 
     Attributes:
-        sizes: Of every operator of the window.
-        placement: Ranks over which state is dealt evenly; over those of each pipeline stage by itself.
-        iteration_secs: None if not known.
-        bytes_per_sec: Of one rank, the slower of copying and committing; None if not known.
+        window: The window.
+        sizes: Sizes of all operators of the window.
+        placement: Ranks over which the state is divided, in each pipeline stage separately.
+        iteration_secs: Time of an iteration; None if not known.
+        bytes_per_sec: Rate of one rank, the slower of copying and committing; None if not known.
         budget_fraction: Portion of an iteration that a snapshot may take.
         snapshot_bytes: Most bytes of one rank's snapshot that host memory leaves room for; None if not known.
-        at_once: Snapshots that have so much room at once.
-        unlimited_size: W, if host memory had more room; None if not known.
+        at_once: Number of snapshots that have so much room at once.
+        unlimited_size: W with unlimited host memory; None if not known.
     """
 
     window: Window
@@ -102,38 +103,37 @@ class WindowReport:
 
     @property
     def mean_bytes(self) -> float:
-        """Per step, over the window."""
+        """Mean bytes of a slot."""
         return sum(slot.nbytes for slot in self.slots) / self.size
 
     @property
     def limit_bytes(self) -> int | None:
-        """Most bytes that one rank can save in its portion of an iteration; None where that is not known."""
+        """Most bytes that one rank can save in its portion of an iteration; None if not known."""
         return bytes_in_time(self.iteration_secs, self.bytes_per_sec, self.budget_fraction)
 
     @property
     def fits(self) -> bool | None:
-        """True if every slot keeps within ``limit_bytes``; None where that is not known."""
+        """True if every slot keeps within ``limit_bytes``; None if not known."""
         limit = self.limit_bytes
         return None if limit is None else all(slot.rank_bytes <= limit for slot in self.slots)
 
     @property
     def stall_secs(self) -> float | None:
-        """Longest stall of one iteration; None where it is not known."""
+        """Longest stall of one iteration in seconds; None if not known."""
         stalls = [slot.stall_secs for slot in self.slots if slot.stall_secs is not None]
         return max(stalls, default=None)
 
     @property
     def mean_stall_secs(self) -> float | None:
-        """Stall per iteration, over the window."""
+        """Mean stall of an iteration in seconds; None if not known."""
         stalls = [slot.stall_secs for slot in self.slots if slot.stall_secs is not None]
         return sum(stalls) / len(stalls) if stalls else None
 
     @property
     def warning(self) -> str | None:
-        """One sentence if this window's snapshots take longer than they may, or host memory has no room for the window
-        that was wanted; None if neither is so, or if unknown.
+        """A sentence if snapshots take longer than they may, or host memory has no room for the best window, or None.
 
-        Without the portion of an iteration being set, an excess that nobody would notice is not worth a sentence.
+        If the user did not limit the portion of an iteration, an unnoticeable excess is not reported.
         """
         warnings = [warning for warning in (self.memory_warning, self.time_warning) if warning is not None]
         return "; ".join(warnings) if warnings else None

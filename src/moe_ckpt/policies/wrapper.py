@@ -18,7 +18,7 @@ from moe_ckpt.policies.selectors import Expert, experts_of
 
 
 def require_policy(argument: str, policy: Policy) -> None:
-    """Raises ``ConfigError`` unless this is a policy whose needs can be read; ``argument`` is for the message."""
+    """Raises ``ConfigError``, which names ``argument``, unless ``policy`` is a policy whose needs can be read."""
     if isinstance(policy, type) or not isinstance(policy, Policy):
         raise ConfigError(f"{argument}={policy!r}): give a policy, which has plan, check and describe, such as MoC()")
     needs_of(policy)
@@ -64,8 +64,8 @@ class Wrapper:
 class AnyOf:
     """Saves what any of ``policies`` wants: ``AnyOf([MoC(k=1), Dense(every_n_steps=1000)])``.
 
-    Each of them is asked at every step, with the same context. So each sees the checkpoints of all: ``last_step``,
-    ``index`` and ``chosen_at`` count them, whichever policy started them. Policies on multiples of an interval are due
+    Each policy is asked at every step, with the same context. So each sees the checkpoints of all: ``last_step``,
+    ``index`` and ``chosen_at`` include those that other policies started. Policies on multiples of an interval are due
     as they would be alone; those that need to be alone (``Needs.alone``) are refused.
 
     Attributes:
@@ -132,7 +132,7 @@ class AnyOf:
             policy.check(catalog)
 
     def plan(self, context: PolicyContext) -> SnapshotPlan:
-        """Returns the plan of the only policy that wants a checkpoint, or what any of them wants, tier by tier.
+        """Returns the plan of the only policy that wants a checkpoint, or the union of all plans, tier by tier.
 
         Training waits if any of them asks for it. ``k`` is the largest, and ``plt_budget`` the tightest, since more
         experts never lose more.
@@ -153,7 +153,7 @@ class AnyOf:
                 )
         stored = _together(context, [plan.full for plan in plans])
         in_memory = _together(context, [plan.memory_only for plan in plans])
-        in_storage = set(stored)  # what goes to storage passes through host memory anyway
+        in_storage = set(stored)  # operators for storage pass through host memory anyway
         ks = [plan.k for plan in plans if plan.k is not None]
         budgets = [plan.plt_budget for plan in plans if plan.plt_budget is not None]
         return SnapshotPlan(
@@ -179,7 +179,7 @@ class AnyOf:
 
 
 def _together(context: PolicyContext, chosen: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
-    """What any plan has, in the order of the catalog; what the catalog does not know, for others to refuse."""
+    """Returns the union in catalog order, with unknown operators at the end, which the engine then refuses."""
     every = dict.fromkeys(chain.from_iterable(chosen))
     if not every:
         return ()
@@ -236,7 +236,8 @@ class Guarded(Wrapper):
         return replace(super().needs, lost_tokens=True)
 
     def plan(self, context: PolicyContext) -> SnapshotPlan:
-        """The policy's plan; unchanged if it saves nothing, or all experts without counting in K (Dense)."""
+        """Returns the policy's plan, with further experts unless it saves nothing, or all experts without a K
+        (Dense)."""
         plan = self.policy.plan(context)
         if not plan or plan.window is not None:  # replay loses nothing
             return plan
@@ -249,7 +250,7 @@ class Guarded(Wrapper):
         return _adding(plan, context, more) if more else plan
 
     def _needed(self, context: PolicyContext, stored: set[Expert]) -> tuple[Expert, ...]:
-        """Experts to save beside ``stored``, so that both budgets hold."""
+        """Returns the experts to save beside ``stored``, so that both budgets hold."""
         of_plt = () if self.plt_budget is None else top_up(context, stored, self.plt_budget)
         of_mlt = () if self.most_mlt is None else top_up_mlt(context, stored | {*of_plt}, self.most_mlt)
         return tuple(sorted((*of_plt, *of_mlt)))
@@ -260,7 +261,7 @@ class Guarded(Wrapper):
 
 
 def _adding(plan: SnapshotPlan, context: PolicyContext, experts: Iterable[Expert]) -> SnapshotPlan:
-    """``plan`` with ``experts`` sent to storage too, in the order of the catalog; what stays in host memory follows."""
+    """Returns ``plan`` with ``experts`` sent to storage, too, and no longer saved in another way."""
     chosen = {*plan.full, *(expert_id(*expert) for expert in experts)}
     stored = tuple(op for op in context.model.catalog.everything if op in chosen)
 

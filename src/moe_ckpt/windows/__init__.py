@@ -1,1 +1,1 @@
-"""Sparse windows (MoEvement): what a replay of their steps loads, and must not round."""
+"""Replays the steps of sparse windows (MoEvement), and finds the types in which their weights may be saved."""

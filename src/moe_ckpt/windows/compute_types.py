@@ -1,9 +1,9 @@
 """Finds the type in which kernels read each parameter, by watching a real forward and backward pass.
 
-Under autocast many parameters are cast before they are used, and then the cast value is all that a replay needs. But
-not all are: norms and routers are read as they are stored, and so are stacked experts whose grouped matrix product is
-not on autocast's list. So nothing is assumed. A parameter counts as read in a narrow type only if every operation that
-touched its memory was a view or the one cast. Rounding is idempotent: what is cast again is the same, to the last bit.
+Under autocast many parameters are cast before they are used, and then a replay needs only the cast values. Others are
+read as they are stored: norms, routers, and stacked experts whose grouped matrix product is not on autocast's list. So
+types are not assumed but observed. A parameter counts as read in a narrow type only if every operation that touched its
+memory was a view or the same cast. Rounding is idempotent: casting again gives the same bits.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from moe_ckpt.stopwatch import Stopwatch
 _CAST = torch.ops.aten._to_copy.default
 _NARROW = (torch.bfloat16, torch.float16)
 AS_STORED = 1 + len(_NARROW)
-"""In ``reads``: it was read as it is stored, or in two ways. 0: not at all; else its number in ``_NARROW``."""
+"""In ``reads``: read as stored, or in two types. 0: not read; other numbers: place in ``_NARROW``, from 1."""
 
 
 class ComputeTypeProbe:
     """Watches passes between ``start`` and ``stop``, on the thread that calls them.
 
-    What is done to parameters by optimizers must not be watched: they read all of them as they are.
+    Optimizer steps must not be watched, since they read all parameters as they are stored.
     """
 
     def __init__(self, model: nn.Module, stopwatch: Stopwatch | None = None) -> None:
@@ -40,7 +40,7 @@ class ComputeTypeProbe:
         self._model = model
 
     def start(self) -> None:
-        """Begin to watch. Memory of a parameter that is shared with another one is not told apart, so both are wide."""
+        """Begins to watch. Two parameters that share memory both count as read as stored."""
         if self._watch is None:
             self._watch = _TypeWatch(_owners(self._model), self._seen, self._stopwatch)
             self._watch.__enter__()  # type: ignore[no-untyped-call]
@@ -52,15 +52,15 @@ class ComputeTypeProbe:
             watch.__exit__(None, None, None)  # type: ignore[no-untyped-call]
 
     def reads(self) -> list[int]:
-        """Returns how each parameter was read, in the model's order: a number of which the largest over ranks counts,
-        since a rank sees only the experts that it used."""
+        """Returns how each parameter was read, in the model's order. The largest number over all ranks is valid, since
+        a rank sees only the experts that it used."""
         return [
             AS_STORED if len(seen) > 1 or not seen.issubset(_NARROW) else sum(1 + _NARROW.index(kind) for kind in seen)
             for seen in map(self._seen.__getitem__, self._names)
         ]
 
     def types(self, reads: Iterable[int]) -> dict[str, torch.dtype]:
-        """Returns the parameters that kernels read in a narrow type only. What was never seen is left out.
+        """Returns the types of parameters that kernels read only in a narrow type.
 
         Args:
             reads: Result of ``reads``.
@@ -69,7 +69,7 @@ class ComputeTypeProbe:
 
 
 def _owners(model: nn.Module) -> dict[int, str | None]:
-    """Address of a parameter's memory -> its name; None where two share it."""
+    """Returns address of a parameter's memory -> its name; None if two parameters share it."""
     owners: dict[int, str | None] = {}
     for name, parameter in parameters_of(model):
         if is_dtensor(parameter):
@@ -108,7 +108,7 @@ class _TypeWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @staticmethod
     def _is_view_of(result: Any, tensor: torch.Tensor) -> bool:
-        """True if every tensor that came out lies in the same memory, so that no value was read."""
+        """Returns whether all results have the same memory as ``tensor``, so that no value was read."""
         made = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         address = tensor.untyped_storage().data_ptr()
         return bool(made) and all(m.untyped_storage().data_ptr() == address for m in made)

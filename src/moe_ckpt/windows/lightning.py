@@ -1,7 +1,7 @@
-"""Checks what sparse windows (MoEvement) need from Lightning: steps that can be computed again exactly.
+"""Ensures that Lightning can compute the steps of sparse windows (MoEvement) again exactly.
 
-Runs in which that is impossible are refused when training starts. The types in which kernels read the weights are
-found out by watching.
+Runs in which that is impossible are refused when training starts. The types in which kernels read weights are observed
+in the first batches.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from moe_ckpt.windows.compute_types import AS_STORED, ComputeTypeProbe
 log = logging.getLogger("moe_ckpt")
 
 _PROBED_BATCHES = 4
-"""An expert that no token of these reaches is saved in its own type."""
+"""Number of observed batches. Experts without tokens in these are saved in their own type."""
 _HOOKS = (
     *("on_train_batch_start", "on_train_batch_end", "on_train_epoch_start", "on_train_epoch_end"),
     *("on_before_backward", "on_after_backward", "on_before_optimizer_step", "on_before_zero_grad"),
@@ -43,22 +43,22 @@ _HOOKS = (
 _OF_MODULES = (*_HOOKS, "optimizer_step", "optimizer_zero_grad", "lr_scheduler_step")
 _KEEPS = ("state_dict", "on_save_checkpoint")
 _HARMLESS = ("lightning.pytorch.", "moe_ckpt.")
-"""Packages whose callbacks read no weights, but for ``_READERS``."""
+"""Packages whose callbacks read no weights, except those in ``_READERS``."""
 _READERS = frozenset(
     f"lightning.pytorch.callbacks.{name}"
     for name in ("weight_averaging", "stochastic_weight_avg", "pruning", "lambda_function")
 )
-"""``LambdaCallback`` calls functions of the user's."""
+"""``LambdaCallback`` calls functions of the user."""
 
 
 class Windows:
     """Watches a fit from ``on_fit_start`` until ``close``, under a policy with windows, or during a replay of one.
 
     Args:
-        trainer: Of the fit.
+        trainer: Trainer of the fit.
         module: The model.
-        policy: Name of its class.
-        stopwatch: Counts what watching the first batches takes.
+        policy: Class name of the policy.
+        stopwatch: Counts the time of watching the first batches.
     """
 
     def __init__(self, trainer: Any, module: pl.LightningModule, policy: str, stopwatch: Stopwatch) -> None:
@@ -73,8 +73,8 @@ class Windows:
         """Raises ``ConfigError`` if steps cannot be computed again exactly.
 
         Args:
-            replaying: The window that is replayed.
-            buckets: Of DDP, where their order matters.
+            replaying: The window that is replayed; None without one.
+            buckets: Buckets of DDP, if their order matters.
         """
         reasons = inexact(self._trainer, buckets)
         if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in self._trainer.optimizers):
@@ -118,12 +118,12 @@ class Windows:
             )
 
     def resumed(self, replaying: StepReplay) -> None:
-        """Optimizers are as at the first step of the window that is replayed."""
-        if replaying.steps[0] > 0:  # else hooks changed the run's, too, and the window has what they were before
+        """Notes that optimizers are as at the first step of the replayed window."""
+        if replaying.steps[0] > 0:  # at step 0 hooks changed the hyperparameters of the run, too
             self._values = _OwnValues(self._trainer.optimizers)
 
     def hooks_begin(self) -> None:
-        """An epoch or a batch begins: hooks of training's begin, which may have set a learning rate, are over."""
+        """Sets aside hyperparameters that hooks at the beginning of training have set. Before an epoch or a batch."""
         if self._values is not None and self._values.set_aside() and self._trainer.is_global_zero:
             log.warning(
                 "hyperparameters of optimizers that were set before training hold once the sparse window is computed "
@@ -132,7 +132,7 @@ class Windows:
             )
 
     def replayed(self) -> None:
-        """The replay is done."""
+        """Ends the replay: hyperparameters that were set aside hold again."""
         values, self._values = self._values, None
         if values is not None:
             values.put_back()
@@ -147,18 +147,19 @@ class Windows:
             self._probe.stop()
 
     def before_update(self, session: CheckpointSession) -> None:
-        """Gradients of a step are final, before clipping. Tells the session which types kernels read, once.
+        """Gives the session the types that kernels read, once. When gradients of a step are final, before clipping.
 
-        Waiting for other ranks is cheap here: the agreement on the step before, which was sent first, has arrived.
+        Waiting for other ranks is cheap here, since the agreement on the previous step, which was sent first, has
+        arrived.
         """
         if self._agreed is not None:
             session.set_compute_types(self._agreed())
             self._agreed = None
 
     def step_ends(self, session: CheckpointSession) -> None:
-        """After a few steps, begins to agree on the types that kernels read. On all ranks.
+        """Begins to agree on the types that kernels read, after a few steps. On all ranks.
 
-        Nobody waits for that here: it is received before the next update.
+        It does not wait: the result is received before the next update.
         """
         if self._probe is None:
             return
@@ -179,7 +180,7 @@ class Windows:
             self._agreed = types
 
     def _has_readers(self, types: Mapping[str, torch.dtype], rank: int) -> bool:
-        """Returns whether someone here reads weights beside the kernels; rank 0 says what that costs.
+        """Returns whether other code than kernels may read weights on this rank; rank 0 logs what that costs.
 
         Args:
             types: In which kernels read weights that are stored in another type.
@@ -203,13 +204,13 @@ class Windows:
 
 
 class _OwnValues:
-    """Hyperparameters that hooks of the user's set at a resume, which no step of a window was computed with.
+    """Hyperparameters that a user's hooks set at a resume, with which no step of the window was computed.
 
     Args:
-        optimizers: As they were restored.
+        optimizers: The restored optimizers.
 
     Attributes:
-        changes: What was set aside, as text.
+        changes: The values that were set aside, as text.
     """
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
@@ -219,7 +220,7 @@ class _OwnValues:
         self.changes: Collection[str] = ()
 
     def set_aside(self) -> bool:
-        """Puts the restored values back, the first time. Returns whether there are others."""
+        """Restores the stored values, on the first call. Returns whether there were other values."""
         if self._user_values is not None:
             return False
         pairs = list(zip(self._groups, self._stored, strict=True))
@@ -235,26 +236,26 @@ class _OwnValues:
         return bool(self.changes)
 
     def put_back(self) -> None:
-        """Puts the user's values back."""
+        """Restores the user's values."""
         for group, values in zip(self._groups, self._user_values or (), strict=False):
             group.update(values)
 
 
 def _casts(trainer: Any, module: pl.LightningModule) -> bool:
-    """Returns whether kernels may read weights in another type than their own, and it can be observed which.
+    """Returns whether kernels may read weights in another type than their own, and these types can be observed.
 
-    A model that is observed is not compiled. All ranks must come to the same answer: then they agree on the types.
+    Compiled models cannot be observed. All ranks must come to the same result, since they agree on types afterwards.
     """
     mixed = isinstance(trainer.precision_plugin, MixedPrecision)
     return mixed and module.automatic_optimization and not is_compiled(module)
 
 
 def weight_readers(trainer: Any, module: pl.LightningModule) -> list[str]:
-    """Returns names of callbacks, and of the module, that may read weights in a hook and keep what they made of them.
+    """Returns the names of callbacks, and of the module, that may read weights in a hook and keep results.
 
-    A replay that holds frozen weights in the type of the kernels (bf16) would give such readers (averages, targets)
-    rounded ones. Whether a hook reads weights cannot be seen in advance, so one that runs in training counts if it can
-    keep something. Forward and backward passes do not count: what those read can be watched.
+    A replay with frozen weights in the type of the kernels (bf16) would give such readers (averages, targets) rounded
+    values. Whether a hook reads weights is not known in advance, so every hook in training that can keep results
+    counts. Forward and backward passes do not count, since their reads are observed.
     """
     readers = [type(callback).__name__ for callback in trainer.callbacks if _may_keep(callback)]
     if any(is_overridden(name, module) for name in _OF_MODULES) and _has_room(module):
@@ -269,7 +270,7 @@ def _may_keep(callback: Callback) -> bool:
 
 
 def _of_others(callback: Callback, names: tuple[str, ...]) -> Iterator[bool]:
-    """Yields for each overridden method whether it is of unknown code, which may read weights."""
+    """Yields for each overridden method whether it may read weights: code outside of ``_HARMLESS`` may."""
     for name in names:
         if name in vars(callback):
             yield True
@@ -279,9 +280,10 @@ def _of_others(callback: Callback, names: tuple[str, ...]) -> Iterator[bool]:
 
 
 def _has_room(module: pl.LightningModule) -> bool:
-    """Returns whether the module saves matrices in the shapes of its trained ones, or anything by its own hook.
+    """Returns whether the module may keep a copy of weights: untrained matrices in the shapes of trained ones, or a
+    hook.
 
-    A copy of a model has matrices. Running statistics of a norm are vectors, as its weights are, and are no copy.
+    Vectors do not count, since running statistics of a norm have the shape of its weights.
     """
     trained = {parameter.shape for parameter in module.parameters() if parameter.requires_grad}
     frozen = (parameter for parameter in module.parameters() if not parameter.requires_grad)

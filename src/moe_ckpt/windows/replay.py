@@ -1,11 +1,11 @@
-"""Sparse-to-dense conversion: from the first step of a window to one state, by computing its steps again.
+"""Converts a sparse window to a dense state, by computing its steps again (sparse-to-dense conversion).
 
 A window (MoEvement, section 3.2) has each operator in full as of one of its steps, and as compute weights as of the
-steps before. Training resumes at the first step, and computes the others again (``recovery.replay``). After each of
-them, what the window has of it replaces the optimizer's result: operators anchored there in full, and compute weights
-of those anchored later. An anchored operator has had exact gradients since, because every pass read exact weights; so
-at the window's end all are exact, to the last bit. Updates of operators that are not anchored yet are meaningless, and
-are overwritten before anything reads them.
+steps before. Training resumes at the first step, and computes the others again (``recovery.replay``). After each step,
+the window's data of that step replace the optimizer's result: anchored operators in full, and compute weights of
+operators that are anchored later. An anchored operator gets exact gradients, because every pass reads exact weights; so
+at the window's end all operators are exact in every bit. Updates of operators that are not anchored yet are
+meaningless, and are overwritten before anything reads them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def open_window(recovery: Recovery, reader: StoreReader, manifest: Manifest) -> 
     """Opens a sparse window as ``recovery.executing.opening`` does.
 
     Raises:
-        OtherLayoutError: Another number of ranks computed it: this run would compute other steps.
+        OtherLayoutError: Another number of ranks computed the window, so that this run would compute other steps.
     """
     rank, world_size = recovery.comm.rank, recovery.comm.world_size
     if world_size != manifest.world_size:
@@ -38,7 +38,7 @@ def open_window(recovery: Recovery, reader: StoreReader, manifest: Manifest) -> 
             "loaded by any number.",
         )
     reader.prove(manifest)
-    plain, *_ = (reader.state(slot, rank) for slot in manifest.slots)  # the others are read again when due
+    plain, *_ = (reader.state(slot, rank) for slot in manifest.slots)  # later steps are read again when they are due
     if recovery.admits is not None:
         recovery.admits(manifest, plain)
     require_fitting(reader, manifest, recovery.state, plain.get("plain"))
@@ -51,10 +51,10 @@ class WindowReplay(StepReplay):
     """The replay of one window. Recovery loads its first step.
 
     Args:
-        reader: Of the checkpoint.
-        manifest: Of the window.
-        state: Is written.
-        rank: This one.
+        reader: Reader of the checkpoint.
+        manifest: Manifest of the window.
+        state: Training state to write.
+        rank: This rank.
     """
 
     def __init__(self, reader: StoreReader, manifest: Manifest, state: TrainingState, rank: int) -> None:
@@ -73,8 +73,7 @@ class WindowReplay(StepReplay):
         super().load()
 
     def repeat(self) -> None:
-        # Always, since torch does not tell of every change: ``.data``, which Megatron's QK-clip writes to, has a
-        # version counter of its own.
+        # Always, since torch does not count every write: ``.data``, which Megatron's QK-clip uses, has its own version.
         load_slices(self._reader, self._stored(self._steps[self._loaded - 1]), self._state.tensors)
 
     def upcoming(self) -> Plain:
@@ -82,12 +81,12 @@ class WindowReplay(StepReplay):
 
     @property
     def _optimizer_tensors(self) -> dict[str, TensorMeta]:
-        """The optimizer state, also of parameters that are anchored later: they are updated too, with zeros until then,
-        and some optimizers take a parameter that has numbers already for one that has tensors, too."""
+        """The optimizer state, also of parameters that are anchored later. They are updated as well, from zeros, and
+        some optimizers expect all state tensors of a parameter that has a step count."""
         return {key: self._index.meta(key) for key in self._index.tensors if not key.startswith(MODEL)}
 
     def _stored(self, step: int) -> dict[str, list[StoredSlice]]:
-        """Returns what the window has of a step, by key: what is anchored there, and compute weights of the rest."""
+        """Returns key -> slices of a step: anchors, and compute weights of operators that are anchored later."""
         slices: dict[str, list[StoredSlice]] = {}
         for key, group in self._index.tensors.items():
             if anchored := [stored for stored in group if stored.file.step == step]:
@@ -103,10 +102,11 @@ class WindowSource(StorageSource):
     def __init__(self, reader: StoreReader, manifest: Manifest, replay: WindowReplay) -> None:
         super().__init__(reader, manifest)
         self._replay = replay
-        self._kinds = (self._index.tensors, *self._index.replay.values())  # so that the replay cannot fail half way
+        # All steps are verified, so that the replay cannot fail half way.
+        self._kinds = (self._index.tensors, *self._index.replay.values())
 
     def prepare_and_write(self, state: TrainingState) -> None:
-        """Writes the window's first step: the replay creates optimizer state step by step. A collective if reading is
+        """Writes the window's first step. The replay creates optimizer state step by step. A collective if reading is
         shared."""
         self._replay.shared = self.shared
         self._replay.load()

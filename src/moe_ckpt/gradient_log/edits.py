@@ -136,7 +136,6 @@ class Marks:
     def __init__(self, weights: Named, optimizer: Optimizer | None, *, by_value: bool = True) -> None:
         self._weights, self._optimizer = weights, optimizer
         self._values = Values(weights if by_value else ())
-        self._counts: list[Counted] = []
         self._note_state()
 
     def _note_state(self) -> None:
@@ -152,7 +151,7 @@ class Marks:
             [*self._weights, *((n, entry) for n, entry in tensors if isinstance(entry, torch.Tensor))],
             len(self._weights),
         )
-        self._counts = []
+        self._counts: list[Counted] | None = None
 
     def counts(self) -> Sequence[Counted]:
         """Returns the state of no dimension (step counts), which a parameter has once, whatever rows are saved.
@@ -160,8 +159,10 @@ class Marks:
         Raises:
             UnsupportedError: The optimizer keeps state that is no tensor.
         """
+        if self._counts is not None:
+            return self._counts
         groups: dict[tuple[str, torch.dtype, torch.device], tuple[list[str], list[torch.Tensor]]] = {}
-        for name, state in () if self._counts else self._state.items():
+        for name, state in self._state.items():
             for kind, value in state.items():
                 if isinstance(value, torch.Tensor):
                     if value.ndim == 0:
@@ -174,7 +175,7 @@ class Marks:
                         "only tensors are logged. Keep it in a tensor, as torch's optimizers do, or use a policy that "
                         "saves full state."
                     )
-        self._counts += [(kind, FixedStrings(names), values) for (kind, *_), (names, values) in groups.items()]
+        self._counts = [(kind, FixedStrings(names), values) for (kind, *_), (names, values) in groups.items()]
         return self._counts
 
     def note(self) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from typing import Any
 
 import torch
@@ -21,9 +21,6 @@ from moe_ckpt.core.operators import Span
 from moe_ckpt.errors import DamagedError, UnsupportedError
 from moe_ckpt.format.sealed import FixedStrings
 from moe_ckpt.ledger.coverage import Box
-
-_UNIT = ("name", "optimizer", "group", "dtype", "shape", "stride", "stored")
-"""Fields of a ``Unit`` in their order in plain data; the pieces come last."""
 
 
 @dataclass(frozen=True)
@@ -221,7 +218,7 @@ class UpdateLayout:
         return {
             "classes": list(self.classes),
             "keys": list(self.keys),
-            "units": FixedStrings(json.dumps(row, separators=(",", ":")) for row in map(_row, self.units)),
+            "units": FixedStrings(json.dumps(row, separators=(",", ":")) for row in map(astuple, self.units)),
             "device": vars(self.device),
         }
 
@@ -244,13 +241,8 @@ class UpdateLayout:
             raise DamagedError(path, f"its layout of updates is none of this format ({error!r})") from error
 
 
-def _row(unit: Unit) -> list[Any]:
-    pieces = [[piece.parameter, piece.box.offsets, piece.box.shape, piece.stride, piece.start] for piece in unit.pieces]
-    return [*(getattr(unit, name) for name in _UNIT), pieces]
-
-
 def _unit(row: Sequence[Any]) -> Unit:
-    name, optimizer, group, dtype, shape, stride, stored, pieces = row
+    name, optimizer, group, dtype, shape, stride, pieces, stored = row
     # A name that was read may only stand for a tensor type.
     if not isinstance(getattr(torch, dtype, None), torch.dtype):
         raise ValueError(f"{dtype} is not a tensor type")
@@ -261,7 +253,7 @@ def _unit(row: Sequence[Any]) -> Unit:
 
 
 def _piece(row: Sequence[Any]) -> UnitBlock:
-    parameter, offsets, shape, stride, start = row
+    parameter, (offsets, shape), stride, start = row
     return UnitBlock(str(parameter), Box(_dims(offsets), _dims(shape)), _dims(stride), int(start))
 
 

@@ -18,7 +18,7 @@ from moe_ckpt.core.operators import Catalog, Remembered
 from moe_ckpt.core.placement import Placement
 from moe_ckpt.core.save_budget import bytes_in_time
 from moe_ckpt.core.step import SnapshotPlan, Tier
-from moe_ckpt.core.tokens import Counts, FaultRecord
+from moe_ckpt.core.tokens import NO_COUNTS, Counts, FaultRecord
 from moe_ckpt.core.user_text import named_arguments
 from moe_ckpt.core.window import OperatorBytes, Window
 from moe_ckpt.errors import ConfigError
@@ -126,10 +126,6 @@ class Sends(NamedTuple):
 ALL_SENT = Sends()
 
 
-def _nothing() -> Counts:
-    return np.zeros((0, 0), dtype=np.int64)
-
-
 @dataclass(frozen=True)
 class ModelFacts:
     """The model that is trained, and the ranks that hold it.
@@ -196,11 +192,11 @@ class TokenFacts:
         popularity: Work that each expert got, counted as ``Needs.popularity`` says; empty if it says nothing.
     """
 
-    unsaved: Counts = field(default_factory=_nothing)
+    unsaved: Counts = field(default_factory=lambda: NO_COUNTS)
     expected_unsaved: Mapping[Tier, Counts] = field(default_factory=dict)
     chosen_at: Mapping[Tier, Counts] = field(default_factory=dict)
     routed: Counts = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    popularity: npt.NDArray[Any] = field(default_factory=_nothing)
+    popularity: npt.NDArray[Any] = field(default_factory=lambda: NO_COUNTS)
 
     @property
     def routed_tokens(self) -> int:

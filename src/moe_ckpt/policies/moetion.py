@@ -71,7 +71,7 @@ class MoEtion:
     an iteration does not count, if there are iterations without a checkpoint to compare with, or, with
     ``every_n_steps=1``, once small checkpoints at the beginning of the run have shown it (``probes``).
     Non-experts come first. The rest is enough for ``S_total`` experts, on the rank that has most to save
-    (``core.save_budget.Load.affordable``), in each pipeline stage separately. They are divided among its layers by
+    (``core.save_budget.Division.affordable``), in each pipeline stage separately. They are divided among its layers by
     unsaved tokens, and in each layer those with most unsaved tokens are saved, ties oldest first, then lowest index
     (Algorithm 1, ``expert_shares.layer_shares``). What a layer cannot save because the owners of its experts have
     no room left goes to the next best experts of all layers.

@@ -236,7 +236,11 @@ class MoEvement:
 
         heaviest = max(share_bytes(slots, context.model.sizes, lanes))
         if context.run.step == 0 and heaviest > room * at_once:
-            raise ConfigError(self._too_large(context, heaviest))
+            raise ConfigError(
+                f"{self._name()}: at step 0, the heaviest snapshot has {heaviest:,} bytes on each of "
+                f"{context.model.placement.ranks} ranks, but host memory leaves room for {room * at_once:,}; set "
+                f"host_memory_bytes to {heaviest} or more: before training everything is saved at once"
+            )
         if context.run.step == 0 or (heaviest <= room and windows * len(slots) * heaviest <= room * at_once):
             return slots
         if not windows:
@@ -275,15 +279,6 @@ class MoEvement:
             if lightest <= limit or len(slots) < number:  # the latter: there is nothing left to separate
                 break
         return best
-
-    def _too_large(self, context: PolicyContext, heaviest: int) -> str:
-        """Returns why no checkpoint fits in host memory, and what to change. heaviest: Bytes on one rank."""
-        room = (context.memory.snapshot_bytes or 0) * context.memory.at_once
-        return (
-            f"{self._name()}: at step {context.run.step}, the heaviest snapshot has {heaviest:,} bytes on each of "
-            f"{context.model.placement.ranks} ranks, but host memory leaves room for {room:,}; set host_memory_bytes "
-            f"to {heaviest} or more: before training everything is saved at once"
-        )
 
     def _name(self) -> str:
         return "MoEvement()" if self.window is None else f"MoEvement(window={self.window})"

@@ -213,11 +213,6 @@ class LogReport:
         return max(0.0, self.heaviest_bytes / self.limit_bytes - 1) * self.iteration_secs
 
     @property
-    def held_bytes(self) -> float:
-        """Bytes of the log in memory: anchors, the gradients since then, and the step that is being copied."""
-        return held_bytes_per_parameter(self.window, self.gradient_bytes, self.dense_bytes) + self.mean_bytes
-
-    @property
     def most_held_bytes(self) -> float:
         """Most bytes of the log in memory, at the end of the first round after a dense step."""
         return most_held_bytes_per_parameter(self.window, self.gradient_bytes, self.dense_bytes) + self.mean_bytes

@@ -24,7 +24,7 @@ from moe_ckpt.format.shard import TORCH_DTYPES, SliceEntry
 from moe_ckpt.gradient_log.optimizers import GradientBlock, OptimizerKind, OptimizerReplay, detached
 from moe_ckpt.gradient_log.replaying import PLAIN, LoggedSteps, LogReplayer, anchors_of, plain_of
 from moe_ckpt.gradient_log.units import Device, Unit, UpdateLayout
-from moe_ckpt.ledger.coverage import Box
+from moe_ckpt.ledger.coverage import Box, joined_ranges
 from moe_ckpt.ports import StateTensor, TensorMeta
 from moe_ckpt.reading.index import StoredSlice, homes_of, overlapping, split_key
 from moe_ckpt.reading.memory.slot_storage import OpenedMemory
@@ -343,24 +343,14 @@ def merged_spans(tensors: Mapping[str, Iterable[StoredSlice]]) -> Mapping[str, S
             of = rows[stored.entry.operator][split_key(key).fqn]
             if box.volume:
                 of.add((box.offsets[0], box.offsets[0] + box.shape[0]) if box.shape else None)
-    return {op: [s for name, these in of.items() for s in _merged(name, these)] for op, of in rows.items()}
+    return {op: [span for name in of for span in _spans_of(name, of[name])] for op, of in rows.items()}
 
 
-def _merged(parameter: str, rows: set[tuple[int, int] | None]) -> Iterator[Span]:
-    """Yields the rows as ranges that do not touch."""
+def _spans_of(parameter: str, rows: set[tuple[int, int] | None]) -> list[Span]:
+    """Returns rows of a parameter as spans that do not touch. None among the rows: the whole parameter."""
     if None in rows:
-        yield Span(parameter)
-        return
-    run: tuple[int, int] | None = None
-    for first, stop in sorted(span for span in rows if span is not None):
-        if run is not None and first <= run[1]:
-            run = run[0], max(run[1], stop)
-        else:
-            if run is not None:
-                yield Span(parameter, *run)
-            run = first, stop
-    if run is not None:
-        yield Span(parameter, *run)
+        return [Span(parameter)]
+    return [Span(parameter, *row) for row in joined_ranges(sorted(row for row in rows if row is not None))]
 
 
 def _require_reached(opened: OpenedMemory) -> None:

@@ -48,6 +48,17 @@ class Box:
         return Box(tuple(starts), tuple(shape))
 
 
+def joined_ranges(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Joins half-open ranges, given in ascending order, that touch or overlap. Empty ranges are left out."""
+    joined: list[tuple[int, int]] = []
+    for first, end in ranges:
+        if joined and first <= joined[-1][1]:
+            joined[-1] = joined[-1][0], max(joined[-1][1], end)
+        elif first < end:
+            joined.append((first, end))
+    return joined
+
+
 def prove_cover(where: str, targets_of: Mapping[str, Sequence[Box]], written: Iterable[tuple[str, Box]]) -> None:
     """Prove that the ``written`` boxes tile the ``targets_of`` boxes of every tensor key exactly once.
 

@@ -6,7 +6,6 @@ step has ended, a header is written to a second file, as a sealed document (``fo
 
 from __future__ import annotations
 
-import errno
 import logging
 import math
 import os
@@ -25,12 +24,12 @@ from moe_ckpt.format.manifest import MOST_RANKS
 from moe_ckpt.format.schema import Schema, one_of, require, row, text, whole
 from moe_ckpt.format.sealed import seal, unseal
 from moe_ckpt.format.shard import MAX_HEADER_BYTES, TORCH_DTYPES, dtype_name, itemsize
+from moe_ckpt.memory.arena import FULL
 from moe_ckpt.memory.directory import MESSAGES_SUFFIX, SEALED_SUFFIX, log_path
 from moe_ckpt.storage.local import PRIVATE, read_up_to
 
 log = logging.getLogger("moe_ckpt")
 
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM)
 _WRITE = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
 KIND = "moe_ckpt.upstream"
@@ -239,7 +238,7 @@ class LogWriter:
             while at < len(raw):
                 at += os.pwrite(self._descriptor, raw[at:], self.nbytes + at)
         except OSError as error:
-            if error.errno in _FULL:
+            if error.errno in FULL:
                 free = shutil.disk_usage(self._path.parent).free
                 raise MemoryFullError(str(self._path.parent), len(raw), free) from error
             raise

@@ -16,6 +16,8 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from moe_ckpt.ledger.coverage import joined_ranges
+
 
 class Segment(NamedTuple):
     """Neighbouring stages that recover together, from the first to the last."""
@@ -35,13 +37,8 @@ class Segment(NamedTuple):
 
 def segments(stages: Iterable[int]) -> list[Segment]:
     """Returns the segments of neighbouring stages, in order."""
-    joined: list[Segment] = []
-    for stage in sorted(set(stages)):
-        if joined and stage <= joined[-1].last + 1:
-            joined[-1] = Segment(joined[-1].first, stage)
-        else:
-            joined.append(Segment(stage, stage))
-    return joined
+    ranges = joined_ranges((stage, stage + 1) for stage in sorted(set(stages)))
+    return [Segment(first, end - 1) for first, end in ranges]
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import xxhash
 from moe_ckpt.errors import DamagedError, MemoryFullError
 from moe_ckpt.format.shard import Checksums, split_header
 from moe_ckpt.format.slot import GRADIENTS, SlotHeader, SlotPart, decode_slot
+from moe_ckpt.ledger.coverage import joined_ranges
 from moe_ckpt.memory.slot import Slot
 from moe_ckpt.slices.cuts import Numbers
 from moe_ckpt.slices.mirroring import Mirror, digests_of
@@ -154,7 +155,7 @@ class Incoming:
             else:
                 differ += 1
         self._left = [number for number in self._left if number not in taken]
-        self.requested = _joined([(extents.begins[number], extents.ends[number]) for number in self._left])
+        self.requested = joined_ranges((extents.begins[number], extents.ends[number]) for number in self._left)
         return differ
 
     def verify(self, arrived: int) -> int | None:
@@ -174,17 +175,6 @@ class Incoming:
                 return begins[at]
             self._next += 1
         return None
-
-
-def _joined(runs: list[Run]) -> list[Run]:
-    """Joins runs that follow one another without a gap."""
-    joined: list[Run] = []
-    for begin, end in runs:
-        if joined and joined[-1][1] == begin:
-            joined[-1] = (joined[-1][0], end)
-        elif end > begin:
-            joined.append((begin, end))
-    return joined
 
 
 class ReplicaStore:

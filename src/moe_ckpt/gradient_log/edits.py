@@ -29,23 +29,22 @@ log = logging.getLogger("moe_ckpt")
 
 Named = Sequence[tuple[str, torch.Tensor]]
 Counted = tuple[str, FixedStrings, list[torch.Tensor]]
-"""A kind of state, the names of parameters, and that state of each."""
+"""A kind of state, the names of parameters, and the state of each."""
 _MOST_TENSORS, _MOST_BYTES = 64, 4 << 20
-"""Of weights whose values are compared at a step."""
+"""Most weights and bytes whose values are compared at a step."""
 _OF_NO_USE = 3
-"""If so many steps in a row are edited, the next ones will be, too."""
+"""Number of edited steps in a row after which the log is of no use, since later steps will be edited, too."""
 _MOST_NAMED = 3
 _COPIES = -1
 """Stands for the number of an optimizer, of weights that none updates."""
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Writes:
-    """Counts of writes to some tensors, and the addresses of their memory.
+    """The versions that torch counts of some tensors, and the addresses of their memory.
 
     Args:
-        named: Tensors with the names to tell; a DTensor counts by itself, and so does its local block.
-        lie: Of how many, the first ones, the memory is asked for.
+        named: Tensors with their names. Of a DTensor, both the tensor and its local block are watched.
+        lie: Number of tensors, from the first, whose addresses are compared.
     """
 
     def __init__(self, named: Named, lie: int) -> None:
@@ -65,7 +64,7 @@ class Writes:
         self._versions = versions(self._counted)
 
     def changed(self) -> Sequence[str]:
-        """Returns the names of those that changed since they were noted, and notes them."""
+        """Returns the names of the tensors that changed since they were noted, and notes them anew."""
         before, where = self._versions, self._addresses
         self.note()
         changed = np.zeros(len(self._names), dtype=bool)
@@ -75,62 +74,52 @@ class Writes:
 
 
 class Values:
-    """Some weights in turn, as an update left them, by their bits.
+    """The bytes of some weights in turn, as an update left them.
 
     Args:
-        named: Tensors with the names to tell.
+        named: Tensors with their names.
     """
 
     def __init__(self, named: Named) -> None:
-        self._named = [(name, tensor) for name, tensor in named if tensor.element_size() in _INTEGERS]
+        self._named = named
         self._next = self._turn = 0
-        self._noted: dict[torch.dtype, tuple[list[str], list[torch.Tensor]]] = {}
-        self._copies: dict[torch.dtype, torch.Tensor] = {}
+        self._noted: list[tuple[str, torch.Tensor]] = []
+        self._copy = self._bytes()
 
     def note(self) -> None:
-        """Copies the next ones."""
-        self._noted, rest, noted, self._turn = {}, _MOST_BYTES, 0, self._turn + 1
+        """Copies the next weights."""
+        self._noted, rest, self._turn = [], _MOST_BYTES, self._turn + 1
         for at in range(min(len(self._named), _MOST_TENSORS)):
             name, tensor = self._named[(self._next + at) % len(self._named)]
             block = block_in(tensor).detach()
-            if not block.is_cpu:
-                continue  # training would wait for the device at each comparison
-            part = _part(block.view(_INTEGERS[tensor.element_size()]), rest, self._turn)
-            names, parts = self._noted.setdefault(part.dtype, ([], []))
-            names.append(name)
-            parts.append(part)
-            noted += 1
-            rest -= part.nbytes
-            if rest <= 0:
-                break
-        self._next += noted
-        self._copies = {dtype: _joined(parts) for dtype, (_, parts) in self._noted.items()}
+            if block.is_cpu and rest > 0:  # training would wait for a device at each comparison
+                self._noted.append((name, _part(block, rest, self._turn)))
+                rest -= self._noted[-1][1].nbytes
+        self._next += len(self._noted)
+        self._copy = self._bytes()
 
     def changed(self) -> Sequence[str]:
-        """Returns the names of tensors with other values now, and notes these values."""
-        differing: list[str] = []
-        for dtype, (names, parts) in self._noted.items():
-            now, before = _joined(parts), self._copies[dtype]
-            if not torch.equal(now, before):
-                sizes = [part.numel() for part in parts]
-                pairs = zip(names, torch.split(now, sizes), torch.split(before, sizes), strict=True)
-                differing += [name for name, one, other in pairs if not torch.equal(one, other)]
-                self._copies[dtype] = now
-        return differing
+        """Returns the names of weights with other values now, and notes these values."""
+        before, self._copy = self._copy, self._bytes()
+        if torch.equal(self._copy, before):
+            return []
+        sizes = [part.nbytes for _, part in self._noted]
+        pairs = zip(self._noted, torch.split(self._copy, sizes), torch.split(before, sizes), strict=True)
+        return [name for (name, _), one, other in pairs if not torch.equal(one, other)]
 
-
-def _joined(parts: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Returns a copy of the elements of all: to copy and compare each by itself takes longer than its bytes do."""
-    return torch.cat([part.reshape(-1) for part in parts])
+    def _bytes(self) -> torch.Tensor:
+        """Returns a copy of all bytes: copying and comparing each weight by itself is slower."""
+        parts = [part.contiguous().reshape(-1).view(torch.uint8) for _, part in self._noted]
+        return torch.cat([torch.empty(0, dtype=torch.uint8), *parts])
 
 
 class Marks:
     """Weights and state of one optimizer, as its update left them.
 
     Args:
-        weights: What it updates.
-        optimizer: None for tensors without state.
-        by_value: Values are compared, too.
+        weights: Weights that the optimizer updates.
+        optimizer: The optimizer; None for weights without one.
+        by_value: True if values are compared, too.
     """
 
     def __init__(self, weights: Named, optimizer: Optimizer | None, *, by_value: bool = True) -> None:
@@ -154,10 +143,10 @@ class Marks:
         self._counts: list[Counted] | None = None
 
     def counts(self) -> Sequence[Counted]:
-        """Returns the state of no dimension (step counts), which a parameter has once, whatever rows are saved.
+        """Returns the 0-d state (step counts), which a parameter has once for all its rows.
 
         Raises:
-            UnsupportedError: The optimizer keeps state that is no tensor.
+            UnsupportedError: The optimizer has state that is no tensor.
         """
         if self._counts is not None:
             return self._counts
@@ -179,7 +168,7 @@ class Marks:
         return self._counts
 
     def note(self) -> None:
-        """The update has ended."""
+        """Notes the present state as that after the update."""
         if self._has_same_state():
             self._writes.note()
         else:
@@ -187,7 +176,7 @@ class Marks:
         self._values.note()
 
     def changed(self) -> Iterable[str]:
-        """Returns the names of weights that changed since, or their state; notes what is there now."""
+        """Returns the names of weights that changed, or whose state changed, and notes them anew."""
         names = dict.fromkeys((*self._writes.changed(), *self._values.changed()))
         if not self._has_same_state():
             before = self._state
@@ -297,7 +286,7 @@ class EditWatch:
 
 
 class EditedSteps:
-    """Says which steps do not follow from their gradients.
+    """Decides which steps do not follow from their gradients, and warns.
 
     Args:
         policy: Its name, for messages.
@@ -309,7 +298,7 @@ class EditedSteps:
         self._told = self._told_of_use = False
 
     def ends(self, step: int, names: Sequence[str]) -> bool:
-        """Returns whether ``step``, which left the parameters with these names edited, does not follow."""
+        """Returns whether ``step`` does not follow from its gradients. names: Parameters that were edited in it."""
         self._in_row = self._in_row + 1 if names else 0
         if names and not self._told:
             self._told = True
@@ -336,7 +325,7 @@ class EditedSteps:
 
 
 def _part(tensor: torch.Tensor, most_bytes: int, turn: int) -> torch.Tensor:
-    """As much of it as that, another part each turn; at least an element."""
+    """Returns a part of a tensor with at most so many bytes, or one element; another part each turn."""
     for axis, size in enumerate(tensor.shape):
         if tensor.nbytes > most_bytes:
             length = max(1, size * most_bytes // tensor.nbytes)
@@ -345,6 +334,6 @@ def _part(tensor: torch.Tensor, most_bytes: int, turn: int) -> torch.Tensor:
 
 
 def _are_same(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two states have the very same tensors."""
+    """Returns whether two states have the same tensor objects."""
     tensors = [{key: id(value) for key, value in state.items() if torch.is_tensor(value)} for state in (one, other)]
     return tensors[0] == tensors[1]

@@ -5,6 +5,7 @@ All results are whole numbers, so that every rank comes to the same experts from
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
@@ -23,15 +24,8 @@ def owned_total(capacity: int, owned: Collection[int]) -> int:
 
 def least_capacity(total: int, owned: Collection[int]) -> int:
     """Returns the smallest capacity per rank with which ``total`` experts, or all if there are fewer, can be saved."""
-    target = min(total, sum(owned))
-    low, high = 0, max(owned, default=0)
-    while low < high:
-        middle = (low + high) // 2
-        if owned_total(middle, owned) >= target:
-            high = middle
-        else:
-            low = middle + 1
-    return low
+    capacities = range(max(owned, default=0))
+    return bisect_left(capacities, min(total, sum(owned)), key=lambda capacity: owned_total(capacity, owned))
 
 
 def largest_k(sizes: Sequence[int], total: int) -> int:
@@ -41,14 +35,7 @@ def largest_k(sizes: Sequence[int], total: int) -> int:
         sizes: Number of experts of each layer. If all can be saved, K is the largest of ``sizes``.
         total: Number of experts that can be saved.
     """
-    low, high = 0, max(sizes, default=0)
-    while low < high:
-        middle = (low + high + 1) // 2
-        if sum(min(middle, size) for size in sizes) <= total:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    return bisect_right(range(1, max(sizes, default=0) + 1), total, key=lambda k: owned_total(k, sizes))
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ again. Operators of earlier slots are not saved, since a replay computes them fr
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
@@ -205,13 +205,8 @@ class Lane:
         if most_slots == 1:
             return (self.order,) if self.order else ()
         runs = _Runs(self._nbytes(sizes))
-        too_little, enough = -1, runs.dense_bytes
-        while enough - too_little > 1:
-            middle = (too_little + enough) // 2
-            if runs.ends(middle, most_slots) is None:
-                too_little = middle
-            else:
-                enough = middle
+        limits = range(runs.dense_bytes)
+        enough = bisect_left(limits, True, key=lambda limit: runs.ends(limit, most_slots) is not None)
         return _cut(self.order, runs.ends(enough, most_slots)) or ()
 
     @cached_property

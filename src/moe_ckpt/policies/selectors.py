@@ -15,6 +15,7 @@ import numpy as np
 
 from moe_ckpt.core.operators import Remembered
 from moe_ckpt.core.placement import interleaved_order
+from moe_ckpt.core.save_budget import least_capacity
 from moe_ckpt.core.step import Tier
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.policies.base import PolicyContext
@@ -280,7 +281,7 @@ class Dealer:
         self._load = np.zeros(group.owned.shape[1], dtype=np.int64)
         self._owned = group.owned.copy()
         """``[L, R]`` number of experts not taken yet."""
-        self._supply = self._owned.sum(axis=0)
+        self._supply: list[int] = self._owned.sum(axis=0).tolist()
 
     def deal(self, per_layer: int, first: list[Expert] | None = None) -> None:
         """Takes experts until every layer has ``per_layer`` of them, or all.
@@ -291,7 +292,7 @@ class Dealer:
         targets = [0] * len(self._orders)
         for row in self._turns:
             targets[row] = min(per_layer, len(self._orders[row]))
-        capacity = self._smallest_capacity(sum(targets))
+        capacity = least_capacity(sum(targets), self._supply)
         for row, expert in first or ():
             if len(self.taken[row]) < targets[row] and self._load[self._owners[row][expert]] < capacity:
                 self._take(row, expert)
@@ -303,13 +304,6 @@ class Dealer:
             needed -= needs[row]
             if needs[row]:
                 self._deal_layer(row, needs[row], capacity, to_come.copy(), needed)
-
-    def _smallest_capacity(self, experts: int) -> int:
-        """Returns the smallest capacity per rank with which ``experts`` experts can be saved."""
-        capacity = -(-experts // len(self._load))
-        while int(np.minimum(capacity, self._supply).sum()) < experts:
-            capacity += 1
-        return capacity
 
     def _deal_layer(self, row: int, need: int, capacity: int, to_come: Counts, needed: int) -> None:
         """Takes ``need`` experts of one layer. ``to_come`` [R] and ``needed`` are supply and need of later layers."""

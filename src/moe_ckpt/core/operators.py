@@ -226,8 +226,7 @@ class Catalog:
     def expert_places(self) -> npt.NDArray[np.int64]:
         """``[L, E]`` place of each expert among ``operators``; -1 if a layer has fewer experts."""
         grid = np.full(grid_of(self.layers), -1)
-        for op, (layer, expert) in self.expert_at.items():
-            grid[layer, expert] = self.index_of[op]
+        grid[tuple(self.all_experts.T)] = np.flatnonzero(self.is_expert)
         return grid
 
     @cached_property

@@ -20,6 +20,7 @@ import heapq
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from operator import itemgetter
 
 from moe_ckpt.core.operators import MoELayer, Span, expert_id
 
@@ -211,32 +212,9 @@ def shares_adaptive(ordered: Sequence[ShardingUnit], preload: Sequence[int], gra
     adds at most g: the first line. Before such a part p, the least rank has at most the mean of what is given by then,
     ``(T - p)/R``, and so at most ``(T - p)/R + p`` after it: the second.
     """
+    # Each split fills a rank, so there are about R of them, however many units there are.
     level = water_level(preload, sum(unit.nbytes for unit in ordered))
-    loads = list(preload)
-    dealt = _fill(ordered, loads, level, grain_bytes)
-    return Shares(tuple(ordered), dealt, tuple(loads))
-
-
-def water_level(preload: Sequence[int], nbytes: int) -> int:
-    """Returns the least whole level to which ranks must be filled so that ``nbytes`` more bytes find room."""
-    loaded, below = 0, 0
-    levels = sorted(preload)
-    for below, at in enumerate(levels, start=1):
-        loaded += at
-        level = -(-(nbytes + loaded) // below)
-        if below == len(levels) or level <= levels[below]:
-            return level
-    raise ValueError("preload: there must be at least one rank")
-
-
-def _fill(
-    ordered: Sequence[ShardingUnit], loads: list[int], level: int, grain_bytes: int
-) -> tuple[tuple[RowRange, ...], ...]:
-    """Gives each unit to the rank with the least bytes, and splits it if it would rise above ``level``.
-
-    Adds the bytes to ``loads``. Each split fills a rank, so there are about R of them, however many units there are.
-    """
-    heap = [(load, rank) for rank, load in enumerate(loads)]
+    heap = [(load, rank) for rank, load in enumerate(preload)]
     heapq.heapify(heap)
     assigned: list[tuple[RowRange, ...]] = []
     for unit in ordered:
@@ -258,9 +236,20 @@ def _fill(
             if stop == unit.stop:
                 break
         assigned.append(tuple(parts))
-    for load, rank in heap:
-        loads[rank] = load
-    return tuple(assigned)
+    loads = (load for load, _ in sorted(heap, key=itemgetter(1)))
+    return Shares(tuple(ordered), tuple(assigned), tuple(loads))
+
+
+def water_level(preload: Sequence[int], nbytes: int) -> int:
+    """Returns the least whole level to which ranks must be filled so that ``nbytes`` more bytes find room."""
+    loaded, below = 0, 0
+    levels = sorted(preload)
+    for below, at in enumerate(levels, start=1):
+        loaded += at
+        level = -(-(nbytes + loaded) // below)
+        if below == len(levels) or level <= levels[below]:
+            return level
+    raise ValueError("preload: there must be at least one rank")
 
 
 def _first_rows(unit: ShardingUnit, start: int, remaining: int, room: int) -> tuple[int, int]:

@@ -187,8 +187,7 @@ class _Parts:
         abort = options.pop("abort", inprocess.abort.AbortTorchDistributed())
         first = options.pop("initialize", None)
         needed = ranks if ranks is not None else int(os.environ.get("WORLD_SIZE", 1))
-        limits = {"max_iterations": max_restarts + 1, "min_active_world_size": needed}
-        enough = inprocess.initialize.RetryController(**limits)
+        enough = inprocess.initialize.RetryController(max_iterations=max_restarts + 1, min_active_world_size=needed)
         self.wrapper: Any = inprocess.Wrapper(
             # The first that is applied comes last. FillGaps leaves survivors in their places.
             rank_assignment=compose(assignment.MaxActiveWorldSize(needed), assignment.FillGaps()),

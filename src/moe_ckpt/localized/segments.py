@@ -91,12 +91,8 @@ def local_recoveries(stage_of: Sequence[int], steps_of_ranks: Sequence[int | Non
     """
     steps = sorted({step for step in steps_of_ranks if step is not None}, reverse=True)
     up_to = ([None if reached is None or reached > step else reached for reached in steps_of_ranks] for step in steps)
-    recoveries = (local_recovery(stage_of, reached) for reached in up_to)
-    return [
-        recovery
-        for step, recovery in zip(steps, recoveries, strict=True)
-        if recovery is not None and recovery.step == step
-    ]
+    recoveries = zip(steps, (local_recovery(stage_of, reached) for reached in up_to), strict=True)
+    return [recovery for step, recovery in recoveries if recovery is not None and recovery.step == step]
 
 
 class LogGap(NamedTuple):

@@ -25,7 +25,7 @@ class GradientGroups:
     """The operators whose gradients a step logs, grouped by the snapshot that anchored them.
 
     If the policy keeps to its rounds, operators that were anchored together are anchored together again, and then none
-    of their older gradients is needed. So each group has a memory slot of its own for its gradients.
+    of their older gradients is needed. So each group has its own memory slot for gradients.
 
     Attributes:
         groups: For each slot, the numbers of its groups, in the order in which they were anchored.

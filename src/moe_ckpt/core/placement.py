@@ -209,8 +209,8 @@ def shares_adaptive(ordered: Sequence[ShardingUnit], preload: Sequence[int], gra
 
     Everything goes to the rank with the least bytes. While anything is left, that rank is below the level, since with
     all ranks at the level N bytes would have been given. A part that fits ends at most at the level, one that does not
-    adds at most g: the first line. Before such a part p, the least rank has at most the mean of what is given by then,
-    ``(T - p)/R``, and so at most ``(T - p)/R + p`` after it: the second.
+    adds at most g: the first line. Before such a part p, the least rank has at most the mean of all bytes given by
+    then, ``(T - p)/R``, and so at most ``(T - p)/R + p`` after it: the second.
     """
     # Each split fills a rank, so there are about R of them, however many units there are.
     level = water_level(preload, sum(unit.nbytes for unit in ordered))

@@ -160,7 +160,7 @@ class TokenBook:
         """Notes that ``tier`` has ``experts`` in the state that had seen ``at`` tokens.
 
         Args:
-            tier: That has them.
+            tier: The tier that has the experts.
             experts: ``(layer, expert)`` of each.
             at: ``[L, E]`` copy of ``applied`` from when the snapshot began; the commit comes later.
         """

@@ -224,7 +224,7 @@ class GradientCapture:
         return tuple(unit for updated in self._updated for unit, _ in updated)
 
     def tensors(self) -> dict[tuple[int, str], torch.Tensor]:
-        """Returns what is updated, by optimizer and name of the unit. Another object if param groups have changed."""
+        """Returns (optimizer, name of unit) -> updated tensor. A new object if param groups have changed."""
         groups = [
             (number, at, g["params"])
             for number, o in enumerate(self._optimizers)

@@ -275,7 +275,7 @@ class EditWatch:
         if tensors is before:
             return
         replaced = {key[0] for key in before if key not in tensors or tensors[key] is not before[key]}
-        # What is replaced is gone with the optimizer's param groups; ``RunLog`` notices that by itself.
+        # Replaced tensors belong to changed param groups, which ``RunLog`` notices.
         self._compare(number for number in self._marks if number not in replaced | {_COPIES})
         self._updated_tensors = tensors
         weights: dict[int, list[tuple[str, torch.Tensor]]] = {}
@@ -289,7 +289,7 @@ class EditedSteps:
     """Decides which steps do not follow from their gradients, and warns.
 
     Args:
-        policy: Its name, for messages.
+        policy: Name of the policy, for messages.
     """
 
     def __init__(self, policy: str) -> None:
@@ -298,7 +298,7 @@ class EditedSteps:
         self._told = self._told_of_use = False
 
     def ends(self, step: int, names: Sequence[str]) -> bool:
-        """Returns whether ``step`` does not follow from its gradients. names: Parameters that were edited in it."""
+        """Returns whether ``step``, in which the parameters ``names`` were edited, does not follow from its gradients."""
         self._in_row = self._in_row + 1 if names else 0
         if names and not self._told:
             self._told = True

@@ -187,7 +187,7 @@ class RunLog(GradientConsumer, GradientRecord):
         return tuple(dict.fromkeys((*changed, *self._edits.edited(), *self._regrouped())))
 
     def _regrouped(self) -> Sequence[str]:
-        """Returns what is in another param group than after the step before.
+        """Returns the names of units that are in another param group than after the previous step.
 
         Optimizers that have these groups cannot repeat an update that was made without them.
         """

@@ -97,7 +97,7 @@ class RankShare(LoggedSteps):
         """Yields what the optimizers update, and their state, as it is now. Creates the state that the anchors have.
 
         Args:
-            layout: Of the rank.
+            layout: Layout of the rank.
             weights: Also yield the weights that follow from master weights, with the values of those.
         """
         for name in dict.fromkeys(stored.entry.key for stored in self._anchors):
@@ -172,7 +172,7 @@ class RankShare(LoggedSteps):
 
 
 def _zeros(meta: TensorMeta, updated: torch.Tensor, *, is_shaped: bool) -> torch.Tensor:
-    """Returns zeros for optimizer state; if it has the shape of its parameter, laid out as what is updated."""
+    """Returns zeros for optimizer state. State of its parameter's shape gets the strides of the updated tensor."""
     dtype = TORCH_DTYPES[meta.dtype]
     if is_shaped:
         return torch.zeros_like(updated, dtype=dtype)
@@ -211,7 +211,7 @@ class Densifier:
     Raises:
         NoCheckpointError: An operator does not reach the step.
         CoverageError: A rank recorded nothing about its updates.
-        DamagedError: What a rank recorded is damaged.
+        DamagedError: The record of a rank is damaged.
     """
 
     def __init__(self, opened: OpenedMemory) -> None:

@@ -84,7 +84,7 @@ class LocalAttempt:
     """Tries to let only some stages go back. On every rank, on the training thread.
 
     Args:
-        recovery: Of all ranks.
+        recovery: The recovery of all ranks.
         memory: The contents of memory slots.
         stage_of: Pipeline stage of each rank.
         logs: Logs of earlier lives of the run that this rank has.
@@ -312,10 +312,10 @@ class KeptState:
 
         Args:
             sealed: See ``of_step``.
-            described: What all ranks told of it. If they had not agreed on the tokens of that step, those of the ranks
+            described: The facts of that step from all ranks. If they had not agreed on its tokens, those of the ranks
                 that compute it again are missing.
-            reader: Of the older checkpoint.
-            manifest: Of the older checkpoint. Of a sparse window, each operator is taken as of its anchor.
+            reader: Reader of the older checkpoint.
+            manifest: Manifest of the older checkpoint. In a sparse window, each operator is as of its anchor.
             opened: The older checkpoint, if memory has a part of it.
 
         Raises:

@@ -47,7 +47,7 @@ class LogExchange:
 
     Args:
         comm: The ranks.
-        logs: Those of earlier lives of the run that this rank has.
+        logs: Logs of earlier lives of the run that this rank has.
         recovery: The ranks that compute steps again, and up to which step.
         since: Step of the checkpoint that these ranks load.
         lives: Generations of usable logs: from that of the checkpoint to that of the survivors' state.

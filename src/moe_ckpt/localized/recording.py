@@ -57,7 +57,7 @@ class UpstreamLog:
 
     @property
     def nbytes(self) -> int:
-        """The bytes of all logs, including what is not written yet."""
+        """The bytes of all logs, including messages that are not written yet."""
         return sum(self._sizes.values()) + sum(sealed.header.nbytes for sealed in self._earlier)
 
     def continue_history(self, history: int) -> None:
@@ -160,7 +160,7 @@ class UpstreamLog:
             self._tasks.put(functools.partial(remove_log, self._earlier.pop().path))
 
     def give_up(self, problem: str) -> None:
-        """Gives up logging from here on, and drops the logs that exist. A warning says why, once."""
+        """Ends logging, and drops all logs. Warns once."""
         if self.problem:
             return
         self.problem = problem

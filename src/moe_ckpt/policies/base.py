@@ -323,7 +323,7 @@ class Needs:
             ``snapshot_bytes`` and ``anchored_at``. "as_consumed": a log has them as optimizers consume them. "bf16":
             every rank rounds them to bf16 before each update, so a log takes 2 bytes per parameter and a replay
             repeats training exactly; this changes training.
-        tiers: It plans separately what stays in memory and what is written to storage, by ``MemoryFacts.tiers``. For
+        tiers: It plans checkpoints in memory and on storage separately, by ``MemoryFacts.tiers``. For
             the simulator, which otherwise writes to storage whatever memory holds.
         partial: Its checkpoints hold some experts in older versions, so a failure loses tokens.
         lost_tokens: It uses ``RunFacts.faults`` or ``TokenFacts.routed``, as a policy with a budget does: what it saves

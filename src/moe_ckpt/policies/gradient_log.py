@@ -50,7 +50,7 @@ class GradientLog:
     often a checkpoint is written to storage: by default each step is a dense checkpoint.
 
     Attributes:
-        window: W, or ``"auto"`` to compute it as above. Less where memory has no room for so long a round.
+        window: W, or ``"auto"`` to compute it as above. Shorter if memory has no room for such a round.
         grad_dtype: ``"as_consumed"`` logs gradients as wide as optimizers consume them. ``"bf16"`` rounds them to bf16
             before each update, on every rank, and logs those: 2 bytes per parameter instead of 4. Training and replay
             are equal in every bit, but training differs from training without it. Gradients of 16 bits are not changed.

@@ -45,7 +45,7 @@ MOST_GRADIENTS = 8
 and a recovery repeats as many updates."""
 
 PROBED_CHECKPOINTS = 128
-"""Most checkpoints with which a run probes. What is not measured by then is assumed to be 0."""
+"""Most checkpoints with which a run probes. If the slowdown is not measured by then, it is assumed to be 0."""
 
 _Room = tuple[Stage, int, int | None]
 """A stage, how many of its experts are saved, and how many of them any rank may own."""
@@ -96,7 +96,7 @@ class MoEtion:
     With ``recompute`` an expert that was sent to peers at the step before, and is sent again, is sent as the gradient
     that its optimizer consumed (asynchronous optimizer recomputation, Algorithm 3): peers hold its newest full copy and
     the gradients since, ``MOST_GRADIENTS`` at most, from which a recovery repeats the updates. An expert that is no
-    longer chosen is sent in full once more, in the place of a new one, so that peers have a full copy of its newest
+    longer chosen is sent in full a last time, in the place of a new one, so that peers have a full copy of its newest
     version. The budget counts experts at their full size all the same; storage gets full state.
 
     Source: MoEtion, arXiv 2412.15411 v1.

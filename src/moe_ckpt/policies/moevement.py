@@ -1,6 +1,6 @@
 """``MoEvement`` (NSDI'26; arXiv 2412.15411 v5): a dense checkpoint spread over W iterations, with exact recovery.
 
-At each iteration of a window some operators are saved in full, and those whose turn comes later as compute weights, so
+At each iteration of a window some operators are saved in full, and those of later slots as compute weights, so
 that every iteration saves about as much as it has time for. Replaying the window gives the dense state, bit for bit.
 """
 

@@ -114,7 +114,7 @@ def best_first(groups: Counts, priority: Counts, chosen_at: Counts) -> Counts:
     highest, oldest = int(priority.max()), int(chosen_at.min())
     amounts, ages = highest - int(priority.min()) + 1, int(chosen_at.max()) - oldest + 1
     if (int(groups.max()) + 1) * amounts * ages * len(groups) >= 1 << 63:
-        return np.lexsort((chosen_at, -priority, groups))  # stable: what is equal stays in order
+        return np.lexsort((chosen_at, -priority, groups))  # stable: equal experts stay in order
     # One number per expert, with its place, so that no two are equal: sorting these is fast.
     keys = (groups * amounts + (highest - priority)) * ages + (chosen_at - oldest)
     order: Counts = np.sort(keys * len(groups) + np.arange(len(groups))) % len(groups)
@@ -141,8 +141,8 @@ def load_aware(context: PolicyContext, request: Request) -> Selection:
       to the first only where these are equal. The paper always goes from the last to the first; where capacity is
       scarce, its first layers then get what the others left, at every checkpoint.
     - An expert is skipped if taking it would leave the layers still to come with ranks that own too few of their
-      experts. With layers of one size that is exact (see ``Dealer``). What is short nevertheless, among layers of
-      different sizes, is taken from the rank with the least to save, over its capacity.
+      experts. With layers of one size that is exact (see ``Dealer``). If a layer runs short nevertheless, among
+      layers of different sizes, it takes from the rank with the least to save, over its capacity.
     - Nothing bounds the age of an expert that gets few tokens. Its file could never be deleted, and weight decay and
       momentum change it even without tokens. So an overdue expert goes first, the oldest of all layers before the
       others, within K and capacity. Where R divides E it waits at most another 2*ceil(E/K) checkpoints: each that

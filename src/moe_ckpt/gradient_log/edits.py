@@ -298,7 +298,7 @@ class EditedSteps:
         self._told = self._told_of_use = False
 
     def ends(self, step: int, names: Sequence[str]) -> bool:
-        """Returns whether ``step``, in which the parameters ``names`` were edited, does not follow from its gradients."""
+        """Returns whether ``step``, in which parameters ``names`` were edited, does not follow from its gradients."""
         self._in_row = self._in_row + 1 if names else 0
         if names and not self._told:
             self._told = True

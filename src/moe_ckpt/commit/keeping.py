@@ -6,13 +6,14 @@ Rules of this file:
 2. Nothing is committed or collected in a store that is not, or no longer, this run's, or whose lock it has lost:
    retention would judge another run's checkpoints. What this run has written there by itself is removed by name.
 3. Only files whose name and directory are of this format are ever deleted, and those that ``ledger.retention`` names.
-4. Commit records go first. A crash anywhere in between leaves files that no record names, and the next
-   collection finds them; it never leaves a checkpoint that misses files.
-5. What cannot be read is not judged: an error of the storage or a manifest of another format version stops the
-   collection before anything is deleted. A manifest that cannot be decoded may be read at the next start, or put back
-   from a backup: while there is one, a start deletes nothing, and no directory goes that it may need, its own or older.
-6. Files go, and stay, by groups: the shards of one kind, or the states, that all ranks wrote at one step. So nothing
-   here grows with the ranks but what a listing costs.
+4. Commit records are deleted first. A crash in between leaves files that no record names, and the next collection
+   finds them; it never leaves a checkpoint that misses files.
+5. Nothing is deleted on the strength of what could not be read: an error of the storage, or a manifest of another
+   format version, stops the collection before anything is deleted. A manifest that cannot be decoded may be readable at
+   the next start, or be put back from a backup: while there is one, a start deletes nothing, and neither its directory
+   nor an older one is deleted, since it may need them.
+6. Files are kept and deleted by groups: the shards of one kind, or the states, that all ranks wrote at one step. So
+   only the cost of listings grows with the ranks.
 """
 
 from __future__ import annotations
@@ -55,20 +56,20 @@ Needed = dict[str, dict[str, frozenset[str]]]
 Abandoned = Mapping[str, frozenset[str]]
 """Files of steps that can no longer be committed: step directory -> names of those that are written there."""
 _REMEMBERED = 256
-"""Directories hold the same names again and again: what was computed of so many sets of names is remembered."""
+"""Results that are remembered for sets of names, because directories mostly have the same names."""
 PART = {PART_NAME: frozenset({PART_NAME})}
 NOTHING: Abandoned = {}
 
 
 @dataclass
 class StoreContents:
-    """The step directories of a store, as far as they are known. Every collection brings it up to date.
+    """Remembers the step directories of a store. Every collection brings it up to date.
 
     Attributes:
-        storage: Of the store.
+        storage: The store's storage.
         records: Directory -> its committed checkpoint.
         names: Directory -> the names of all its files; the oldest directory first.
-        listed: Likewise, of those that some record needs something of: they need not be listed again.
+        listed: The same of directories that some record needs files of, and that need not be listed again.
         damaged: Directories whose manifest exists but is not what was written.
         is_foreign: A manifest is of another format version.
     """
@@ -81,10 +82,10 @@ class StoreContents:
     is_foreign: bool = False
 
     def read(self, abandoned: Collection[str] = ()) -> None:
-        """List every step directory, and decode every manifest, that is not known.
+        """Lists every step directory, and decodes every manifest, that is not known.
 
-        Directories of steps after the newest that is known are not looked into unless they were ``abandoned``, or have
-        a manifest that is not known: what is being written must not be touched.
+        Directories of steps after the newest known one are left alone unless they were ``abandoned`` or have a
+        manifest: what is being written must not be touched.
         """
         self.damaged, self.is_foreign = (), False
         newest = max((record.order for record in self.records.values()), default=None)
@@ -118,21 +119,21 @@ class StoreContents:
     def collect(
         self, retention: RetentionPolicy, abandoned: Collection[str] = (), others: frozenset[str] = frozenset()
     ) -> tuple[Sequence[str], Superseded]:
-        """Delete the checkpoints that ``retention`` drops, and every file that no remaining checkpoint names.
+        """Deletes the checkpoints that ``retention`` drops, and every file that no remaining checkpoint names.
 
         Called by rank 0 on its persist thread, after a commit and after a save that failed.
 
         Args:
-            retention: Which checkpoints stay.
+            retention: Decides which checkpoints stay.
             abandoned: Directories of saves that failed and that no rank writes to any more. Other directories newer
                 than the newest commit are left alone, for a faster rank may have begun the next step.
-            others: Names of files that are not deleted here, because the ranks that wrote them will be told to.
+            others: Names of files that the ranks delete that wrote them.
 
         Returns:
             Paths that are deleted, and what the ranks that wrote ``others`` must delete.
 
         Raises:
-            OSError: while reading: nothing was deleted. While deleting: what was deleted was rightly so.
+            OSError: While reading: nothing was deleted. While deleting: no file that a checkpoint needs was deleted.
         """
         self.read(abandoned)
         if self.is_foreign:
@@ -149,13 +150,14 @@ class StoreContents:
         return deleted
 
     def clean_start(self) -> Sequence[str]:
-        """Remove what dead writers left: the files of uncommitted steps (except files that a commit names) and
-        temporaries. Nothing where a manifest is damaged. Returns the paths.
+        """Removes what dead writers left: files of uncommitted steps that no commit names, and temporaries.
+
+        It removes nothing if a manifest is damaged. Returns the paths.
 
         Called by rank 0 at the start of a run, with the store's lock held and before any rank writes.
 
         Raises:
-            OSError: while reading: nothing was deleted.
+            OSError: While reading: nothing was deleted.
         """
         self.read()
         if self.damaged:
@@ -171,17 +173,17 @@ class StoreContents:
         untouchable: Collection[str],
         others: frozenset[str] = frozenset(),
     ) -> tuple[Sequence[str], Superseded]:
-        """Delete what no retained checkpoint names, commit records first and older checkpoints before newer ones.
+        """Deletes what no retained checkpoint names, commit records first and older checkpoints before newer ones.
 
-        Then also temporaries, and each directory in which nothing of this format is left.
+        Then it deletes temporaries, and each directory in which no file of this format is left.
 
         Args:
-            retained_records: Of those checkpoints.
+            retained_records: The checkpoints that stay.
             untouchable: Directories in which nothing is superseded yet.
             others: Names of files that other ranks delete.
 
         Returns:
-            As of ``collect``.
+            What ``collect`` returns.
         """
         groups_of = {directory: set[str]() for directory in self.names}
         files = {directory: grouped(names) for directory, names in self.names.items()}
@@ -250,10 +252,11 @@ def needed_of(manifest: Manifest) -> Needed:
 
 
 def record_of(manifest: Manifest, needed: Needed) -> CheckpointRecord:
-    """The facts of a checkpoint that retention decides by.
+    """Returns the facts of a checkpoint that retention decides by.
 
     Args:
-        needed: On storage, by the checkpoint.
+        manifest: Of the checkpoint.
+        needed: The files that it needs.
     """
     parent = parse_step_dir(manifest.parent or "")
     groups = [f"{directory}/{group}" for directory, names in needed.items() for group in names]
@@ -298,7 +301,7 @@ class StoreKeeper:
         return frozenset(path.rpartition("/")[2] for path in paths)
 
     def clean_start(self) -> None:
-        """Remove files that dead writers left. A failure is not fatal: names are never used again."""
+        """Removes files that dead writers left. A failure is only warned of, since no name is used twice."""
         try:
             self._contents.clean_start()
         except (OSError, MoECheckpointError) as error:
@@ -311,11 +314,10 @@ class StoreKeeper:
         return max(steps if manifest.window else [*steps, manifest.step], default=0)
 
     def require_whole(self, manifest: Manifest, needed: Needed) -> None:
-        """Prove, just before ``manifest`` is written, that what it needs is there, and that the store is ours.
+        """Proves, just before ``manifest`` is written, that all files it needs exist, and that the store is this run's.
 
-        Costs one listing of the root, one of each directory that the manifest needs something of and that may have
-        changed (``Listings``; the collection after the commit then need not make any), and the reading of
-        ``store.json``, which is written again if it is gone.
+        It lists the root, and each directory that the manifest needs files of and that may have changed (``Listings``);
+        the collection after the commit then lists none. It reads ``store.json``, and writes it again if it is gone.
 
         Raises:
             FilesGoneError: Somebody deleted or replaced files; names them.
@@ -349,7 +351,8 @@ class StoreKeeper:
         self._listings.expect_change(newest)
 
     def look_ahead(self, begun: Sequence[str]) -> None:
-        """List what the steps of a window have written so far, except the newest: its last step then has less to list.
+        """Lists what the steps of a window have written so far, except the newest, so that less is left to list when
+        the window ends.
 
         Raises:
             OSError: The storage does not answer.
@@ -373,16 +376,17 @@ class StoreKeeper:
         return False
 
     def collect(self, superseded: Abandoned = NOTHING, *, failed: bool = False) -> Superseded:
-        """Drops, after a commit, what retention no longer needs, and what windows that were given up have left.
+        """Deletes, after a commit, what retention does not keep, and the files of windows that were given up.
 
         Args:
-            failed: No rank will be told what to delete, so the files of all go here.
+            superseded: The files of windows that were given up.
+            failed: Other ranks delete nothing, so that the files of all ranks are deleted here.
 
         Returns:
-            Files of its own that every other rank must delete.
+            The files that every other rank must delete of those that it wrote.
 
         Raises:
-            OSError: It is tried again after the next commit.
+            OSError: What is left is deleted after the next commit.
         """
         self._abandoned.update(superseded)
         others = frozenset[str]() if failed else self._others
@@ -391,11 +395,12 @@ class StoreKeeper:
         return delegated
 
     def clear_away(self, abandoned: Abandoned) -> None:
-        """After a failed step, when no rank writes any more: delete its files at once, because the next step needs the
-        room. In a store that is not ours: only what our ranks are known to have written, unless it is committed.
+        """Deletes the files of a failed step at once, because the next step needs the room. No rank writes any more.
+
+        If the store is no longer this run's, only files are deleted that this run has written and not committed.
 
         Raises:
-            OSError: It is tried again after the next step.
+            OSError: What is left is deleted after the next step.
         """
         for directory in abandoned:
             self._contents.listed.pop(directory, None)

@@ -44,7 +44,7 @@ from moe_ckpt.tiers.host_tier import BufferTier
 log = logging.getLogger("moe_ckpt")
 
 _REMEMBERED = 64
-"""Fates remembered; far more than can come between two optimizer steps."""
+"""How many fates are remembered: far more than there can be between two optimizer steps."""
 _LONGEST_UNSEEN_SECS = 1.0
 _TICK_SECS = 1e-6
 _FULL = os.strerror(errno.ENOSPC)
@@ -76,32 +76,25 @@ class SnapshotThread:
     ) -> None:
         self._resolve = resolve
         self._looks_gone = looks_gone
-        self._looked = "", 0.0  # what was gone then, and when to look again
+        self._looked = "", 0.0  # the checkpoint that was gone, and when to look again
         self._taken: tuple[int, float] | None = None
         self._queue: queue.SimpleQueue[Snapshot | str | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self.in_flight = 0
         self._fates: deque[Fate] = deque(maxlen=_REMEMBERED)
         self.fatal: BaseException | None = None
-        self._ended = self._through = False
+        self._through = False
         self._afterwards: Callable[[], None] = lambda: None
         self._thread = named_thread(name, self._run)
         self._thread.start()
 
     def expect(self) -> None:
-        """A snapshot is under way to this thread: it counts from now on."""
+        """Counts a snapshot that will be submitted as ``in_flight`` from now on."""
         with self._changed:
             self.in_flight += 1
 
-    def submit(self, snapshot: Snapshot, *, expected: bool = True) -> None:
-        """Hands over a snapshot, on any thread.
-
-        Args:
-            expected: ``expect`` was called for it.
-        """
-        if not expected:
-            with self._changed:
-                self.in_flight += 1
+    def submit(self, snapshot: Snapshot) -> None:
+        """Hands over a snapshot that the thread was told to ``expect``. On any thread."""
         self._queue.put(snapshot)
 
     @property
@@ -111,9 +104,9 @@ class SnapshotThread:
             return None if self._taken is None else (self._taken[0], time.monotonic() - self._taken[1])
 
     def is_gone(self, directory: str) -> bool:
-        """Returns whether a checkpoint was gone when the thread looked last.
+        """Returns whether a checkpoint was gone from storage when the thread looked last.
 
-        It looks again now, if it has nothing to write.
+        If the thread has nothing to write, it looks again now.
         """
         with self._changed:
             gone, due = self._looked
@@ -126,7 +119,7 @@ class SnapshotThread:
         began = time.monotonic()
         gone = self._looks_gone is not None and self._looks_gone(directory)
         took = time.monotonic() - began
-        with self._changed:  # so that it costs little where storage is slow, and is soon done again
+        with self._changed:  # a look takes 1 % of the time at most, where storage is slow, and else follows soon
             self._looked = directory if gone else "", began + min(100 * took, _LONGEST_UNSEEN_SECS)
 
     def fates(self, after: int) -> list[Fate]:
@@ -140,7 +133,7 @@ class SnapshotThread:
         Raises what ended the thread, if anything did.
         """
         with self._changed:
-            done = self._changed.wait_for(lambda: self._ended or self.in_flight <= in_flight, timeout_secs)
+            done = self._changed.wait_for(lambda: self._through or self.in_flight <= in_flight, timeout_secs)
             done = done and self.in_flight <= in_flight
         self.raise_fatal()
         return done
@@ -180,19 +173,18 @@ class SnapshotThread:
                 with self._changed:
                     self._taken = item.step, time.monotonic()
                 fate = self._resolve(item)
-                del item  # a slot that is removed takes room for as long as somebody knows its bytes
+                del item  # a reference to a snapshot keeps its memory from being freed
                 with self._changed:
                     self.in_flight -= 1
                     self._taken = None
                     self._fates += () if fate is None else (fate,)
                     self._changed.notify_all()
         except BaseException as error:  # the thread's boundary: kept for raise_fatal on the training thread
-            with self._changed:
-                self.fatal, self._ended = error, True
-                self._changed.notify_all()
+            self.fatal = error
         finally:
             with self._changed:
                 self._through = True
+                self._changed.notify_all()
             try:
                 self._afterwards()
             except OSError as error:  # nobody waits for this thread any more
@@ -210,8 +202,8 @@ class FailureCount:
     """Counts checkpoints that failed. The steps of a sparse window are one checkpoint together, and fail as one.
 
     Attributes:
-        total: Of this life of the run.
-        in_row: Since the last one that was committed.
+        total: How many failed in this life of the run.
+        in_row: How many failed since the last one that was committed.
     """
 
     total: int = 0
@@ -219,7 +211,7 @@ class FailureCount:
     _windows: set[int] = field(default_factory=set)
 
     def note(self, window: WindowPlace | None, *, committed: bool) -> bool:
-        """Count one snapshot. Returns True if with it one more checkpoint has failed."""
+        """Counts a snapshot that has ended. Returns whether one more checkpoint has failed by it."""
         if committed:
             if window is None or window.is_last:
                 self.in_row = 0
@@ -234,7 +226,7 @@ class FailureCount:
         return True
 
     def has_failed(self, window: WindowPlace) -> bool:
-        """True if a step of this window failed already, so that the others are of no use."""
+        """Returns whether a step of this window has failed, so that its other steps are of no use."""
         return window.start in self._windows
 
 
@@ -248,13 +240,7 @@ class SnapshotResolver:
         checker: Takes checksums.
     """
 
-    def __init__(
-        self,
-        run: RunContext,
-        committer: Committer | None,
-        tier: BufferTier,
-        checker: Checker,
-    ) -> None:
+    def __init__(self, run: RunContext, committer: Committer | None, tier: BufferTier, checker: Checker) -> None:
         self._storage, self._checker = run.storage, checker
         self._comm = run.comm
         self._committer = committer
@@ -265,7 +251,7 @@ class SnapshotResolver:
         self._is_spoiled = False
 
     def resolve(self, snapshot: Snapshot) -> Fate:
-        """Bring one snapshot to its end. All ranks, in the same order."""
+        """Writes and commits one snapshot, or says why it failed. A collective: all ranks, in the same order."""
         taken_at, window, refusal = time.perf_counter(), snapshot.contents.window, snapshot.refused
         if refusal is None and window is not None and self._failures.has_failed(window):
             refusal = "an earlier step of its window was not saved"
@@ -298,7 +284,7 @@ class SnapshotResolver:
         )
 
     def _say_failed(self, step: int, cause: str, *, counted: bool) -> None:
-        """In full where a row of failures begins or has another reason, else in short."""
+        """Warns of a failure: in full for the first of several in a row and for a new reason, else in short."""
         reason = _FULL if _FULL in cause else _NUMBERS.sub("#", cause)
         in_row = self._failures.in_row
         if not counted:
@@ -312,7 +298,7 @@ class SnapshotResolver:
         self._reason = reason
 
     def _explain(self, snapshot: Snapshot) -> Fate:
-        """All ranks tell rank 0 what they wrote, box by box, and it finds out why that is not what was planned."""
+        """Sends rank 0 the boxes that each rank wrote, from which it finds why they are not what was planned."""
         boxes = [box for part in snapshot.written for box in part.boxes]
         columns = self._comm.combine([encode_boxes(boxes)])
         if columns is None:
@@ -365,7 +351,7 @@ class SnapshotResolver:
             return Fate()
 
     def _delete_own(self, superseded: Superseded, step: int) -> None:
-        """Deletes this rank's files that rank 0 has released; rank 0 deletes its own. The rest is reported again."""
+        """Deletes this rank's files that no checkpoint needs. Rank 0 names again what could not be deleted."""
         try:
             for directory, (whole, groups) in superseded.items():
                 for group in groups:

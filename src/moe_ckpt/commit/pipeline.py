@@ -1,13 +1,12 @@
 """The snapshot pipeline of one rank: live tensors -> host buffer -> shards -> commit.
 
-Where buffers outlive the process they are sealed in between, and not every snapshot goes on to storage.
+If buffers outlive the process, a snapshot is sealed in between, and not every snapshot goes on to storage.
 
-Three buffers go round: one is copied into or waits, one is written from, and the newest committed one is
-kept for recovery. None of them is written to before it has been given back, so that a snapshot for
-which none is free is skipped or waited for, as configured; only the recovery buffer is given up before
-training has to do either.
+Three buffers are in use: one is copied into or waits, one is written from, and the newest committed one is kept for
+recovery. A snapshot for which no buffer is free is skipped or waits, as configured; before that, the buffer that is
+kept for recovery is given up. No buffer is written to before it has been given back.
 
-Knows nothing of policies or tokens. ``begin`` and ``join`` are called on the training thread; everything
+The pipeline knows nothing of policies or tokens. ``begin`` and ``join`` are called on the training thread; everything
 else happens on the copy thread, the persist thread, and the one that makes buffers.
 """
 
@@ -47,35 +46,29 @@ _IDLE_SECS = 5.0
 
 
 class Pipeline:
-    """Owns the buffers and the threads; ``close`` lets go of the memory. Not safe for use from several threads.
+    """Owns the buffers and the threads; ``close`` releases the memory. Not safe for use from several threads.
 
     Args:
-        run: The session's.
-        run_id: See below.
+        run: The session's context.
+        run_id: Names the run that the store belongs to.
         memory: Host memory, which is open.
-        committer: On rank 0; None elsewhere.
+        committer: Commits, on rank 0; None elsewhere.
 
     Attributes:
-        run_id: Of the store.
+        run_id: As given.
         generation: Life of the run, which names step directories.
         committer: As given.
-        tier: What memory keeps.
-        memory: The tier, if what it keeps outlives the process.
+        tier: Keeps snapshots in memory.
+        memory: The tier, if the snapshots that it keeps outlive the process.
         compiler: Turns contents into what this rank copies and writes.
-        snapshot_bytes: The most that one snapshot of this rank may have.
-        persister: The thread that brings snapshots to their end on storage.
-        first: The thread that each snapshot goes to first: it seals them; in private memory it is the ``persister``.
-        room: Host memory for the next snapshot.
-        next_number: That of the next snapshot.
+        snapshot_bytes: The most bytes that one snapshot of this rank may have.
+        persister: The thread that writes snapshots to storage, and commits them.
+        first: The thread that takes each snapshot first, and seals it; with private memory, the ``persister``.
+        room: Finds host memory for the next snapshot.
+        next_number: The number of the next snapshot.
     """
 
-    def __init__(
-        self,
-        run: RunContext,
-        run_id: str,
-        memory: HostMemory,
-        committer: Committer | None,
-    ) -> None:
+    def __init__(self, run: RunContext, run_id: str, memory: HostMemory, committer: Committer | None) -> None:
         rank = run.comm.rank
         self.run_id, self._life, self.next_number = run_id, memory.life, 0
         self.generation, self.committer = memory.generation, committer
@@ -135,23 +128,24 @@ class Pipeline:
         agree: Callable[[bool], bool] | None = None,
         starts: bool = False,
     ) -> Snapshot | None:
-        """Start a snapshot; returns at once unless the pipeline is full. None if the ranks leave it out.
+        """Starts a snapshot; returns at once unless the pipeline is full. Returns None if the ranks leave it out.
 
-        The plain state is copied here and now. Parameters and optimizer state must not change before ``join`` returns.
+        The plain state is copied before ``begin`` returns. Parameters and optimizer state must not change before
+        ``join`` returns.
 
         Args:
             identity: Of the snapshot.
-            contents: Likewise.
+            contents: Of the snapshot.
             facts: Of its step.
             applied: See ``Snapshot``.
-            tensors: This rank's.
-            specs: Those of all ranks.
+            tensors: This rank's tensors.
+            specs: The tensors of all ranks.
             compute_types: See ``PlanCompiler.compile``.
             plain: Gives the plain state.
             patience_secs: Longest wait for host memory that earlier snapshots use. A snapshot that gets none fails on
                 every rank, because peers may have begun it already: see ``Snapshot.refused``.
-            gradients: What the step consumed, where that is logged. They must not change before ``release`` returns.
-            last: Of the run: see ``MemoryTier.drop``.
+            gradients: What the step consumed, if that is logged. They must not change before ``release`` returns.
+            last: It is the run's last snapshot: see ``MemoryTier.drop``.
             waits: See ``Room.find``.
             agree: Takes whether this rank has memory for the snapshot, and says, equally on every rank, whether it
                 begins. None: it begins in any case.
@@ -216,16 +210,17 @@ class Pipeline:
             refused=refused,
         )
         self.next_number += not identity.parting
+        self.first.expect()
         if self.memory is not None:
             self.memory.begin(snapshot)
             if contents.to_storage:
                 self.persister.expect()
-        self.first.submit(snapshot, expected=False)
+        self.first.submit(snapshot)
         self.room.note_use(contents, sizes)
         return snapshot
 
     def join(self) -> None:
-        """Return when the snapshot under way no longer reads live tensors. A copy that breaks fails that snapshot."""
+        """Waits until the snapshot under way no longer reads live tensors. If its copy fails, that snapshot fails."""
         if self._gate is not None:
             self._gate.update_begins()
         if self._copy is None:
@@ -246,15 +241,15 @@ class Pipeline:
             )
 
     def release(self) -> None:
-        """Return when the snapshot under way no longer reads gradients, which it then keeps no more."""
+        """Waits until the snapshot under way no longer reads gradients, and drops its references to them."""
         if self._consumed:
             self.join()
 
     def wait(self, timeout_secs: float) -> bool:
-        """Wait until no snapshot is under way; False if that took longer than ``timeout_secs``.
+        """Waits until no snapshot is under way; returns False if that took longer than ``timeout_secs``.
 
         Raises:
-            RuntimeError: a peer is gone.
+            RuntimeError: A peer is gone.
         """
         if self._gate is not None:
             self._gate.release()  # training waits: nothing is held back until the next iteration begins
@@ -262,8 +257,9 @@ class Pipeline:
         return self.first.wait(0, timeout_secs) and self.persister.wait(0, max(0.0, until - time.monotonic()))
 
     def wait_for_seal(self, timeout_secs: float) -> None:
-        """Waits until the newest step of a gradient log is sealed: one that is not sealed breaks it off, so a failure
-        costs the step before, not two. A warning tells if the time ran out.
+        """Waits until the newest step of a gradient log is sealed, so that a failure costs one step, not two.
+
+        It warns if that takes longer than ``timeout_secs``.
         """
         if not self.first.wait(0, timeout_secs):
             log.warning(
@@ -273,17 +269,17 @@ class Pipeline:
             )
 
     def raise_fatal(self) -> None:
-        """Raise, once, the error that ended a thread."""
+        """Raises, once, the error that ended a thread."""
         for thread in (self.first, self.persister):
             if thread.fatal is not None:
                 thread.raise_fatal()
 
     def close(self, timeout_secs: float, *, keep: bool, afterwards: Callable[[], None]) -> bool:
-        """Stop the threads once what is queued is done.
+        """Stops the threads after what is queued.
 
         Args:
             timeout_secs: Longest wait for that.
-            keep: Training failed, so leave the recovery buffer in memory for whoever starts it again here.
+            keep: Training failed, so that what memory keeps stays for a restart in this process.
             afterwards: See ``SnapshotThread.close``.
 
         Returns:
@@ -308,7 +304,7 @@ class Pipeline:
 
 
 def _no_room(contents: Contents, nbytes: int, budget_bytes: int, patience_secs: float, waited_secs: float) -> str:
-    """Why a snapshot got no buffer."""
+    """Says why a snapshot got no buffer."""
     if contents.since is None and waited_secs >= patience_secs:
         return f"earlier checkpoints were still being written after a wait of {patience_secs:.1f} s"
     more = ", or anchor more operators in each step" if contents.since is not None else ""

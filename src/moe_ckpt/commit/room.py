@@ -1,4 +1,4 @@
-"""Finds host memory for the next snapshot, and waits or makes room for it where it must."""
+"""Finds host memory for the next snapshot. If there is none, it waits, or gives up what is only kept for a failure."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ log = logging.getLogger("moe_ckpt")
 
 _MAKING_SECS = 0.001
 _QUICK_NBYTES, _QUICK_SECS = 64 << 20, 1.0
-"""Memory for a snapshot of at most so many bytes is made in milliseconds, which training waits for: on a busy machine
-up to so many seconds. What is larger takes 0.4 s for each GB where CUDA page-locks it, and is not waited for."""
+"""Training waits, up to so many seconds on a busy machine, for memory of at most so many bytes, which is made in
+milliseconds. It does not wait for more: page-locking takes 0.4 s for each GB."""
 _SLACK, _PLAIN_NBYTES = 64, 64 << 10
-"""What a snapshot may have beyond the tensors that are there before it: a 64th, and plain state, up to half as much."""
+"""Room beyond the tensors that exist before the first snapshot: a 64th, and plain state, up to half as much."""
 
 
 class Room:
-    """The buffers of one rank, as the training thread asks for them.
+    """Gives the training thread buffers for snapshots.
 
-    Memory is made and freed on a thread of its own, since the kernel takes long to clear pages: as soon as the size of
-    the next snapshots is known. The training thread never does that.
+    The kernel takes long to clear pages. So a thread of its own makes memory as soon as the size of the next snapshots
+    is known, and frees it; the training thread never does.
 
     Args:
-        run: The session's.
-        pool: Of the buffers.
-        tier: What is kept in them.
-        first: The thread that what is on its way goes to first.
+        run: The session's context.
+        pool: Lends the buffers.
+        tier: Keeps snapshots in the buffers.
+        first: The thread that takes each snapshot first.
         persister: The thread that writes to storage.
         require: Called before memory is made for what survivors of a failure seal; see ``BufferPool.acquire``.
 
     Attributes:
-        trouble: Why ``find`` found nothing; empty if the budget is used up.
+        trouble: Why ``find`` returned no buffers; empty if the budget is used up.
     """
 
     def __init__(
@@ -75,8 +75,8 @@ class Room:
 
     @property
     def is_short(self) -> bool:
-        """True if another snapshot, as large as the last one or as any partial one, would wait for one under way or for
-        memory that is made."""
+        """True if another snapshot, as large as the last one or as the largest partial one, would have to wait for an
+        earlier snapshot or for memory that is being made."""
         if self._first.in_flight >= self._settings.max_in_flight or self.is_unmade:
             return True
         return not self._fits(max(self._last_nbytes, self._partial_nbytes))
@@ -87,20 +87,22 @@ class Room:
 
     @property
     def is_unmade(self) -> bool:
-        """True if memory for another snapshot is still to be made, and that takes long. A window would come to its end
-        without a gap only if there is as much as it needs."""
+        """True if memory for another snapshot is not made yet, and making it takes long.
+
+        For a sparse window, which must have no gap, it is true until all memory that the window needs is made.
+        """
         if self._next_nbytes <= _QUICK_NBYTES or not self._takes_long:
             return False
         return (self._is_topping_up and self._window_size > 1) or not self._pool.has_ready(self._next_nbytes)
 
     def ask(self) -> None:
-        """Have memory made, if that is what the next snapshot lacks."""
+        """Has memory made for the next snapshot, if it ``is_unmade``."""
         if self.is_unmade and (self._asked is None or self._asked.done()):
             self._asked = self._maker.submit(partial(self._pool.acquire, [self._next_nbytes]))
             self._asked.add_done_callback(self._give_back)
 
     def _give_back(self, made: Future[list[Buffer] | None]) -> None:
-        """Nobody has waited for these: they are there for the next snapshot. On any thread."""
+        """Returns buffers that nobody waited for to the pool, for the next snapshot. On any thread."""
         if made.exception() is not None:
             log.info("no memory is made for snapshots: %s", made.exception())
             return
@@ -110,7 +112,7 @@ class Room:
 
     @property
     def is_used_up(self) -> bool:
-        """True if another snapshot as large as any so far would find no buffer, though none were under way."""
+        """True if a snapshot as large as the largest so far would find no buffer even while no other is under way."""
         return not self._fits(self._most_nbytes)
 
     @property
@@ -120,7 +122,7 @@ class Room:
 
     @property
     def copies_behind(self) -> bool:
-        """True if peers still have so many copies to take that those of another checkpoint would only wait."""
+        """True if peers have to take so many copies that the copies of another checkpoint would only wait."""
         replicator = self._tier.replicator
         return replicator is not None and are_behind(
             replicator.in_flight, self._settings.max_in_flight, self._window_size
@@ -137,23 +139,24 @@ class Room:
         waits: bool = True,
         starts: bool = False,
     ) -> tuple[list[Buffer] | None, bool]:
-        """Returns (buffers, or None if not free in time; True if snapshots under way had to be waited for).
-
-        It waits where it must even if others are configured to be skipped: peers may have begun already.
+        """Takes buffers for a snapshot. It waits even if ``when_busy="skip"``, since peers may have begun the snapshot.
 
         Args:
             identity: Of the snapshot.
-            contents: Likewise.
-            sizes: As of ``BufferPool.take``.
+            contents: Of the snapshot.
+            sizes: Bytes of each buffer (``BufferPool.take``).
             patience_secs: Longest wait.
             last: See ``MemoryTier.drop``.
-            waits: Also for memory that is made, however long that takes.
-            starts: The run does: no room is an error still, and no reason to leave checkpoints out.
+            waits: It also waits for memory that is being made, however long that takes.
+            starts: The run has just started, so that a lack of room raises an error instead of leaving checkpoints out.
+
+        Returns:
+            The buffers, or None if there were none in time; and whether it waited for earlier snapshots.
 
         Raises:
-            HostMemoryError: See ``starts``: there can never be room.
-            RuntimeError: Likewise: the machine has no memory.
-            OSError: There is none for what survivors seal.
+            HostMemoryError: If ``starts``: there can never be room.
+            RuntimeError: If ``starts``: the machine has no memory.
+            OSError: There is no memory for what survivors seal.
         """
         nbytes, self.trouble = sum(sizes), ""
         if nbytes > self._pool.budget_bytes:
@@ -188,15 +191,9 @@ class Room:
             most = max(0, min(most, self._first.in_flight) - 1)
 
     def _acquire(
-        self,
-        identity: Step,
-        sizes: Sequence[int],
-        until: float,
-        *,
-        waits: bool,
-        starts: bool,
+        self, identity: Step, sizes: Sequence[int], until: float, *, waits: bool, starts: bool
     ) -> list[Buffer] | None:
-        """Buffers of the pool; None if something must be given up first, or for ``trouble``."""
+        """Returns buffers of the pool; None if something must be given up first, or if there is ``trouble``."""
         nbytes = sum(sizes)
         buffers = self._pool.take(sizes)
         if buffers is not None or not self._pool.fits(nbytes):
@@ -219,14 +216,14 @@ class Room:
         return None
 
     def _say(self, step: int, trouble: str) -> None:
-        """Warns, once, of what will hardly be otherwise at the next step."""
+        """Notes a trouble that the next steps will probably have too, and warns of the first."""
         self.trouble = trouble
         if not self._said:
             log.warning("step %d: no checkpoint, and training continues: %s", step, trouble)
         self._said = True
 
     def _comes_back(self, until: float) -> bool:
-        """Wait for a buffer that storage is reading, or that is being made; False if none will come in time."""
+        """Waits a little for a buffer that storage reads, or that is being made; False if none will come in time."""
         if self._pool.making and time.monotonic() < until:
             time.sleep(_MAKING_SECS)
             return True
@@ -252,19 +249,19 @@ class Room:
         return not self.is_unmade
 
     def note_use(self, contents: Contents, sizes: Sequence[int]) -> None:
-        """A snapshot begins with buffers of these sizes. More are made ahead of time where the next ones need them."""
+        """Notes the sizes of a snapshot's buffers, and has memory made ahead of time if the next ones need more."""
         nbytes, total = sizes[0], sum(sizes)
         partial = contents.window is None and len(contents.full) < len(self._run.catalog.operators)
         self._last_nbytes, self._most_nbytes = total, max(self._most_nbytes, total)
         self._partial_nbytes = max(self._partial_nbytes, total if partial else 0)
-        # The first one is full, whatever the policy; one that is full again shows that they all are. Private memory
-        # keeps one of them as long as nothing else needs the room: a third is not made ahead of time for that.
+        # The first snapshot is full, whatever the policy. If the second is full too, all are. Private memory keeps a
+        # full one only while nothing else needs the room, so that no third is made ahead of time.
         again = self._tier.outlives_process and not self._partial_nbytes
         again = again and (self._snapshots > 0 or self._always_whole)
         self._snapshots += 1
         if partial or again or self._always_whole or self._window_size > 1:
             self._next_nbytes = max(nbytes, self._next_nbytes if partial else 0)
-        more = again and self._snapshots == 2  # what has found little room before
+        more = again and self._snapshots == 2  # ``early`` may have found too little room for it
         if partial or again:
             more |= nbytes > self._usual_nbytes
             self._usual_nbytes = max(nbytes, self._usual_nbytes)
@@ -274,12 +271,12 @@ class Room:
                 self._is_topping_up = False
 
     def _top_up(self) -> bool:
-        """Makes memory for one of the next snapshots; False if there is enough. On the thread."""
+        """Makes memory for one of the next snapshots; returns False if there is enough. On the making thread."""
         more = False
         try:
             early = self._tier.outlives_process and self._snapshots == 1  # from the second one on it is due
             more = self._pool.make_ahead(self._usual_nbytes, self._buffers + self._tier.retained_count, early=early)
-        except OSError as error:  # a snapshot makes it, at the expense of something, or says why it cannot
+        except OSError as error:  # the snapshot that needs it makes it, giving something up, or says why it cannot
             log.info("no memory is made before it is needed: %s", error)
         except RuntimeError as error:
             log.warning("no further host memory could be made in advance, snapshots will retry: %s", error)
@@ -287,9 +284,9 @@ class Room:
         return more
 
     def training_begins(self, *, whole: bool) -> None:
-        """Has memory made for the first snapshots, once. The state is complete, except for optimizer state to come.
+        """Has memory made for the first snapshots, once, if that takes long: outliving the process, or page-locked.
 
-        Only memory that outlives the process, or is page-locked, takes long to make.
+        The training state is complete, except for optimizer state that the first update creates.
 
         Args:
             whole: The first snapshot will have everything, whatever the policy.
@@ -302,11 +299,11 @@ class Room:
 
         @functools.cache
         def share() -> int:
-            """Bytes of the first snapshot, roughly; 0 if this rank saves nothing. It takes long to tell."""
+            """Returns about how many bytes the first snapshot has; 0 if this rank saves nothing. It takes long."""
             nbytes = ExpectedShare(every, specs).nbytes(run.catalog, run.placement, run.comm.rank)
             return nbytes and nbytes + nbytes // _SLACK + min(_PLAIN_NBYTES, nbytes // 2)
 
-        if whole:  # at least what no other rank shares
+        if whole:  # it has at least the tensors that no other rank holds
             tensors = [tensor for tensor in every if not tensor.duplicate]
             alone = run.comm.world_size == 1
             least = sum(tensor.local.nbytes for tensor in tensors if alone or not tensor.replicated)
@@ -318,10 +315,10 @@ class Room:
         self._maker.start(lambda: self._make_ready(share if whole else None))
 
     def _make_ready(self, share: Callable[[], int] | None) -> bool:
-        """Makes memory for one of the first snapshots of this life; False if there is enough. On the thread.
+        """Makes memory for one of the first snapshots; returns False if there is enough. On the making thread.
 
         Args:
-            share: Bytes of the first snapshot, roughly; None where nobody knows.
+            share: Gives about how many bytes the first snapshot has; None if that is not known.
         """
         count = 2 if self._always_whole else 1  # as many as there are when the first one is given back
         try:
@@ -340,15 +337,15 @@ class Room:
 
     @property
     def _buffers(self) -> int:
-        """Buffers in the steady state: those in flight, and the recovery buffer, or, of a sparse window, two windows'.
+        """How many buffers are in use in the steady state: those in flight, and one that is kept for recovery.
 
-        Only memory that outlives the process keeps windows.
+        Memory that outlives the process keeps a sparse window whole, beside the window under way.
         """
         windows = 2 * (self._window_size - 1) if self._tier.outlives_process else 0
         return self._settings.max_in_flight + 1 + windows
 
     def _too_small(self, step: int | None, nbytes: int, *, whole: bool) -> HostMemoryError:
-        """Returns the error for a snapshot that can never fit: names it, the budget, and the setting to change."""
+        """Returns the error for a snapshot that can never fit, which names the budget and the setting to change."""
         which = "a checkpoint" if step is None else f"the checkpoint of step {step}"
         what = f"{which}, which holds {'everything' if whole else 'a part of the model'},"
         free = "That is half of what was free at the start, divided among the ranks of this host. "
@@ -363,7 +360,7 @@ class Room:
         return HostMemoryError(nbytes, self._pool.budget_bytes, what, advice, rank=self._run.comm.rank)
 
     def _give_up_recovery(self, nbytes: int, *, chain: bool, last: bool) -> bool:
-        """Give up what only a failure would need; True if there was something. chain, last: see ``MemoryTier.drop``."""
+        """Gives up a snapshot that is kept for a failure; True if there was one. See ``MemoryTier.drop``."""
         costs_tokens = self._tier.has_more
         dropped = self._tier.drop(chain=chain, last=last)
         if dropped and costs_tokens and not self._gave_up and self._buffers * nbytes > self._pool.budget_bytes:

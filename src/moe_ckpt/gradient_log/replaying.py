@@ -21,7 +21,7 @@ from moe_ckpt.ports import StateTensor
 from moe_ckpt.reading.index import StoredSlice, TensorIndex
 from moe_ckpt.reading.memory.slot_storage import LoggedSnapshot, OpenedMemory
 from moe_ckpt.reading.reader import StoreReader
-from moe_ckpt.reading.restore import copy_slices
+from moe_ckpt.reading.restore import targets_of, write_targets
 
 PLAIN = "gradient_log"
 """Key of the log in the plain state of a step."""
@@ -95,7 +95,7 @@ class LoggedSteps:
             key: [stored for stored in group if self.anchors[stored.entry.operator] == step]
             for key, group in self._index.tensors.items()
         }
-        copy_slices(self._reader, slices, self.tensors())
+        write_targets(self._reader, targets_of(slices, self.tensors()))
 
 
 class LogReplayer:

@@ -1,10 +1,10 @@
-"""Whether a snapshot is fresh: after an update, checksums of optimizer state or weights must have changed. Pure.
+"""Tells whether a snapshot is fresh: after an update, checksums of optimizer state or weights must have changed. Pure.
 
-A checkpoint can be intact and yet stale: of tensors that the optimizer does not write into any more, it is the same one
-again and again, unnoticed until it is needed. Optimizer state moves with every update, whatever the learning
-rate. So if updates were made since slices were sealed before, and not one slice of any rank has another checksum than
-then, the snapshot is refused. One that moved, on any rank, is enough: an expert without tokens, or a row of an
-embedding that no token used, stays as it is and says nothing.
+A checkpoint can be intact and yet stale: if the optimizer no longer writes into the tensors that are saved, every
+checkpoint is the same, and nobody notices until one is needed. Optimizer state changes with every update, whatever the
+learning rate. So a snapshot is refused if updates were made since its slices were sealed before, and no slice of any
+rank has another checksum than then. One changed slice on any rank is enough, since an expert without tokens, or a row
+of an embedding that no token used, does not change.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy.typing as npt
 from moe_ckpt.core.operators import EXPERT
 
 UNKNOWN, STALE, FRESH = 0, 1, 2
-"""What one rank has seen, ascending: the maximum over ranks is true of all. ``UNKNOWN`` is nothing to compare."""
+"""What the checksums of one rank show; the maximum is true of all ranks. ``UNKNOWN``: there is nothing to compare."""
 CAUSE = (
     "the snapshot is stale: updates were made since the previous one, but neither the copied weights nor the optimizer "
     "state have changed on any rank. Either training changes other tensors than those that are checkpointed (the model "
@@ -43,8 +43,10 @@ def of_all(seen: Iterable[int]) -> int:
 
 
 class LastChecksums:
-    """Checksums of slices as they were sealed last, with the number of updates made by then. They are known by their
-    numbers in a list, which only grows, and are forgotten with it."""
+    """Remembers the checksum of each slice when it was sealed last, and the number of updates made by then.
+
+    Slices are known by their numbers in a list, which only grows. With a new list, everything is forgotten.
+    """
 
     def __init__(self) -> None:
         self._slices: Sequence[Any] = ()
@@ -56,11 +58,7 @@ class LastChecksums:
         self._digests = np.zeros(0, dtype=np.uint64)
 
     def seal(
-        self,
-        slices: Sequence[Any],
-        numbers: npt.NDArray[np.int64],
-        digests: npt.NDArray[np.uint64],
-        updates: int,
+        self, slices: Sequence[Any], numbers: npt.NDArray[np.int64], digests: npt.NDArray[np.uint64], updates: int
     ) -> int:
         """Records the checksums of slices after so many updates. Returns ``FRESH``, ``STALE`` or ``UNKNOWN``.
 

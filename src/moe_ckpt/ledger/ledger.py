@@ -1,9 +1,9 @@
-"""Which version of every operator exists in which tier: the only place where that is booked.
+"""Books which version of every operator exists in which tier. Nothing else does.
 
-Missing, stale, unsaved, lost, oldest, where a log of gradients begins: all of it is computed here, in
-``ledger.ledger`` and in ``core.anchors``, for trainer and simulator, from what was recorded when a checkpoint was
-committed. Pure: arrays over the operators of one model, no I/O. ``recovery.recovery_plan`` decides by the versions that
-sources tell after a failure; this ledger is what a run knows while it lives.
+For trainer and simulator, this module and ``core.anchors`` compute what is missing, stale, unsaved, lost or oldest, and
+where a log of gradients begins, from what was recorded when checkpoints were committed. Pure: arrays over the operators
+of one model, no I/O. The ledger is what a run knows while it lives; after a failure, ``recovery.recovery_plan`` decides
+by the versions that sources still have.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ NEVER = -1
 
 
 class Versions:
-    """Number of each operator's newest version in one tier. Not safe for several threads.
+    """The number of each operator's newest version in one tier. Not safe for several threads.
 
     Args:
         catalog: Of the model.
 
     Attributes:
-        numbers: ``[operators + 1]``, ``NEVER`` where there is none. The last stands for the place -1, of an expert that
-            a layer does not have.
+        numbers: ``[operators + 1]``, ``NEVER`` for an operator without a version. The last one stands for the place -1,
+            of an expert that a layer does not have.
     """
 
     def __init__(self, catalog: Catalog) -> None:
@@ -44,10 +44,10 @@ class Versions:
         return copied
 
     def record(self, places: Counts, number: int) -> None:
-        """The tier has version ``number`` of the operators at ``places`` of the catalog, and nothing newer.
+        """Records that the tier has version ``number`` of the operators at ``places`` of the catalog.
 
         Raises:
-            ValueError: It is known to have a newer one of some; nothing is recorded.
+            ValueError: A newer version of some is recorded; nothing changes.
         """
         newer = places[self.numbers[places] > number]
         if len(newer):
@@ -56,11 +56,11 @@ class Versions:
         self.numbers[places] = number
 
     def add(self, places: Counts, number: int) -> None:
-        """The tier has version ``number`` of these, beside what it had: the newer one counts."""
+        """Records version ``number`` of the operators at ``places``, except where a newer one is recorded."""
         self.numbers[places] = np.maximum(self.numbers[places], number)
 
     def replace(self, places: Counts, numbers: Sequence[int]) -> None:
-        """The tier has these versions, whatever was known of these operators."""
+        """Records these versions of the operators at ``places``, whatever was recorded before."""
         self.numbers[places] = numbers
 
     def lacks(self, places: Counts) -> list[str]:
@@ -75,7 +75,7 @@ class Versions:
         """Returns the versions that are the newest of some operator.
 
         Args:
-            among: ``[operators]`` which are asked about; None for all.
+            among: ``[operators]`` of which operators; None for all.
         """
         numbers = self.numbers[:-1] if among is None else self.numbers[:-1][among]
         if not len(numbers):
@@ -86,13 +86,13 @@ class Versions:
 
 
 class Ledger:
-    """Newest version of every operator on storage, what its experts have seen in each tier, and what is owed.
+    """The newest version of every operator in each tier, the tokens that its experts have seen, and what must be saved.
 
     Attributes:
         catalog: Of the model.
-        tokens: What was routed, and what of it the newest copy of each expert has seen, by tier.
-        at_risk: What a return to the newest committed checkpoint would lose.
-        anchors: Of a gradient log: from which snapshot on the gradients of each operator are logged.
+        tokens: The tokens that were routed, and those that the newest copy of each expert has seen, by tier.
+        at_risk: The tokens that a return to the newest committed checkpoint would lose.
+        anchors: For a gradient log: from which snapshot on the gradients of each operator are logged.
     """
 
     def __init__(self, catalog: Catalog) -> None:
@@ -119,13 +119,13 @@ class Ledger:
         """Books a committed checkpoint: storage holds ``operators`` as of ``step``, and memory ``in_host`` besides.
 
         Args:
-            step: Of the checkpoint; of a sparse window its last one.
+            step: Of the checkpoint; the last one of a sparse window.
             operators: What it holds.
             seen: ``[L, E]`` tokens that experts had processed by ``step``.
-            in_host: What stays in host memory beside what was written from there; None where memory is booked by
+            in_host: Operators that stay in host memory beside those that were written; None if memory is booked by
                 ``hold``.
-            whole: A partial checkpoint may build on it. Not so on a sparse window, whose operators are of several
-                steps, nor on anything that was saved before one.
+            whole: A partial checkpoint may build on it. False for a sparse window, whose operators are of several
+                steps; then nothing that was saved before may be built upon either.
 
         Raises:
             ValueError: A newer version is recorded; within a run versions only move forward.
@@ -144,13 +144,13 @@ class Ledger:
         self.at_risk = AtRisk((seen - self.tokens.saved[Tier.STORAGE]).clip(min=0), seen)
 
     def hold(self, operators: tuple[str, ...], step: int, seen: Counts, tier: Tier = Tier.HOST) -> None:
-        """Memory that outlives the process has ``operators`` as of ``step``, and all that it had of others before.
+        """Books that memory which outlives the process has ``operators`` as of ``step``, beside what it had of others.
 
-        Where it has no room for what is older, fewer experts come back than is booked here; what a recovery finds is
+        If it has no room for older snapshots, fewer experts come back than are booked here; what a recovery restores is
         booked by ``TokenBook.recover``.
 
         Args:
-            operators: Which.
+            operators: Ids.
             step: Of the state.
             seen: ``[L, E]`` tokens that experts had processed by then.
             tier: This rank's memory, or that of peers.
@@ -162,11 +162,11 @@ class Ledger:
         self.tokens.mark_saved(tier, self._experts(places), seen)
 
     def restore(self, steps: Mapping[str, int], seen: Counts, *, whole: bool) -> None:
-        """The run went on from a checkpoint of this store. To be called after ``tokens.recover``.
+        """Books that the run resumed from a checkpoint of this store. Called after ``tokens.recover``.
 
         Args:
-            steps: Operator -> step of the version that the checkpoint names; of a sparse window its last step.
-            seen: ``[L, E]`` tokens routed by the step of that checkpoint, which memory may have been ahead of.
+            steps: Operator -> step of the version that the checkpoint names; the last step of a sparse window.
+            seen: ``[L, E]`` tokens routed by the step of that checkpoint; memory may have been ahead of it.
             whole: See ``record``.
         """
         places = self.catalog.places_of(tuple(steps))
@@ -184,11 +184,11 @@ class Ledger:
         self.at_risk = AtRisk(self.tokens.unsaved(), self.tokens.applied.copy())
 
     def owe(self, operators: Iterable[str], change: int) -> None:
-        """These operators have other tensors than before, by the ``change``-th change: old versions do not fit."""
+        """Books that operators must be saved, because the ``change``-th change of layout gave them other tensors."""
         self._mandatory.update(dict.fromkeys(operators, change))
 
     def pay(self, saved: Mapping[str, int]) -> None:
-        """A checkpoint with these operators is committed; those changed again since are owed still."""
+        """Books that these operators, as of these changes, were saved. Those that changed again must still be saved."""
         for operator, change in saved.items():
             if self._mandatory.get(operator) == change:
                 del self._mandatory[operator]
@@ -197,17 +197,17 @@ class Ledger:
 
     @property
     def mandatory(self) -> Mapping[str, int]:
-        """Operators to be saved whatever the policy says, each with the change that it is owed to (see ``owe``)."""
+        """Operators that must be saved whatever the policy says, each with the change that is the reason (``owe``)."""
         return dict(self._mandatory)
 
     @property
     def lacking(self) -> npt.NDArray[np.bool_]:
-        """Per operator: no checkpoint holds it for a partial one to build on, of all that were saved since a window."""
+        """``[operators]`` whether no checkpoint since the last sparse window has it, for a partial one to use."""
         return ~self._built_upon
 
     def expert_steps(self, tier: Tier = Tier.STORAGE) -> Counts:
-        """``[L, E]`` step of each expert's newest committed copy, or of a newer one in memory of the life at hand, if
-        ``tier`` says so; ``NEVER`` where there is none yet."""
+        """Returns ``[L, E]`` step of each expert's newest committed copy, or of a newer one in memory of this life, if
+        ``tier`` says so; ``NEVER`` if there is none yet."""
         steps = self._stored.numbers
         if tier in self._in_memory:
             steps = np.maximum(steps, self._in_memory[tier].numbers)
@@ -215,12 +215,12 @@ class Ledger:
         return of_experts
 
     def expert_ages(self, step: int) -> Counts:
-        """``[L, E]`` steps since each expert's newest committed copy; -1 where there is none yet."""
+        """Returns ``[L, E]`` steps since each expert's newest committed copy; -1 if there is none yet."""
         copies = self.expert_steps()
         return np.where(copies == NEVER, -1, step - copies)
 
     def oldest_expert_steps(self, step: int) -> int:
-        """Steps since the state of the expert whose newest committed copy is the oldest; 0 before the first."""
+        """Returns the steps since the oldest of the experts' newest committed copies; 0 before the first."""
         return int(self.expert_ages(step).max(initial=0))
 
     @property
@@ -230,5 +230,5 @@ class Ledger:
         return (self.tokens.lost_tokens + self.at_risk.tokens) / routed if routed else 0.0
 
     def _experts(self, places: Counts) -> Counts:
-        """``[n, 2]``: ``(layer, expert)`` of the experts at these places of the catalog."""
+        """Returns ``[n, 2]`` layer and expert, of the experts at these places of the catalog."""
         return self.catalog.layer_and_expert[places[self.catalog.is_expert[places]]]

@@ -328,8 +328,8 @@ class KeptState:
         view.slots |= {} if opened is None else opened.slots.files
         host_only = part.host_only
         others = frozenset(stored.entry.operator for stored in part.slices()) - host_only
-        covered = memory.covered(part, host_only | others, manifest, reader)
-        view.lay(part, described, stored=sorted(covered & others), host_only=sorted(covered & host_only))
+        covered = memory.covered(part, host_only | others, manifest, reader=reader)
+        view.lay(part, stored=sorted(covered & others), host_only=sorted(covered & host_only))
         view.slots |= part.files
         view.brought_to(described.contents, facts)
         beneath = opened.beneath if opened is not None else manifest

@@ -33,7 +33,7 @@ class StoredSlice:
 
     @cached_property
     def _hash(self) -> int:
-        """Of a few fields, and once: a recovery looks each slice up in several sets."""
+        """Hashes a few fields, and once, since a recovery looks each slice up in several sets."""
         return hash((self.file.path, self.entry.key, self.entry.offsets, self.entry.begin))
 
     @property
@@ -117,7 +117,7 @@ def overlapping(slices: Iterable[StoredSlice], box: Box) -> Iterator[tuple[Store
 
 
 def blocks_of(index: TensorIndex, operators: Collection[str]) -> dict[str, dict[str, list[Box]]]:
-    """Returns operator -> key -> its blocks, of these operators."""
+    """Returns operator -> key -> blocks of that tensor that the operator has, for these operators."""
     blocks: dict[str, dict[str, list[Box]]] = {op: {} for op in operators}
     for key, group in index.tensors.items():
         for stored in group:
@@ -127,10 +127,10 @@ def blocks_of(index: TensorIndex, operators: Collection[str]) -> dict[str, dict[
 
 
 def homes_of(tensors: Mapping[str, Iterable[StoredSlice]]) -> Mapping[str, str]:
-    """Returns parameter -> the operator that has optimizer state of it without having rows of it.
+    """Returns parameter -> the operator that has optimizer state of it but none of its rows.
 
     Args:
-        tensors: Key -> slices. Step counts, of no dimension, do not count.
+        tensors: Key -> slices. Step counts, which have no dimension, are ignored.
     """
     operators = {key: {stored.entry.operator for stored in group} for key, group in tensors.items()}
     homes: dict[str, str] = {}

@@ -61,16 +61,16 @@ T = TypeVar("T")
 
 
 class StoreReader:
-    """Reads one store, and keeps what it has verified. Not thread-safe.
+    """Reads one store, and remembers what it has verified. Not thread-safe.
 
-    Methods raise ``DamagedError`` for bytes that are missing or not those that were written, ``StoreForbiddenError``,
-    and ``StoreUnreadableError`` if storage still fails after retries of ``patience_secs`` in all. Of a step that was
-    removed since it was listed they raise ``StepRemovedError``.
+    Methods raise ``DamagedError`` for bytes that are missing or not those that were written, ``StoreForbiddenError`` if
+    this user may not read them, and ``StoreUnreadableError`` if storage still fails after retries of ``patience_secs``
+    in all. If a step was removed after it was listed, they raise ``StepRemovedError``.
 
     Attributes:
         storage: Of the store; tells a step that was removed from one that is damaged.
         identity_damage: What is wrong with ``store.json``, if ``identity`` did without it.
-        verified: Slices that lie in memory, and need not be verified twice.
+        verified: Slices in memory that were verified, and need not be verified again.
     """
 
     def __init__(self, storage: ReadableStorage, patience_secs: float = PATIENCE_SECS) -> None:
@@ -87,7 +87,7 @@ class StoreReader:
         self._proven: TensorIndex | None = None
 
     def identity(self) -> Identity:
-        """Returns the run of this store; if ``store.json`` is damaged or lost, from the manifests, with a warning.
+        """Returns the run that this store belongs to, with a warning from the manifests if ``store.json`` is damaged.
 
         Raises:
             StoreError: There is neither a ``store.json`` of this package nor a readable manifest.
@@ -96,19 +96,16 @@ class StoreReader:
         """
         if self._identity is None:
             try:
-                self._identity = self._stored_identity()
+                with reported(STORE_NAME):
+                    raw = read_sealed(self.storage, STORE_NAME)
+                kind = unseal(raw, STORE_NAME).get("kind")
+                if kind != STORE_KIND:
+                    where = f"{self.storage.root}/{STORE_NAME}"
+                    raise StoreError(f"{where} is of a {shown(kind)}, not of a store of moe_ckpt")
+                self._identity = Identity.decode(raw, STORE_NAME)
             except DamagedError as error:
                 self._identity = self._inferred_identity(error)
         return self._identity
-
-    def _stored_identity(self) -> Identity:
-        with reported(STORE_NAME):
-            raw = read_sealed(self.storage, STORE_NAME)
-        kind = unseal(raw, STORE_NAME).get("kind")
-        if kind != STORE_KIND:
-            where = f"{self.storage.root}/{STORE_NAME}"
-            raise StoreError(f"{where} is of a {shown(kind)}, not of a store of moe_ckpt")
-        return Identity.decode(raw, STORE_NAME)
 
     def _inferred_identity(self, damage: DamagedError) -> Identity:
         manifests: dict[tuple[str, str], Manifest] = {}
@@ -160,12 +157,12 @@ class StoreReader:
     def add(
         self, manifest: Manifest, headers: Mapping[FileRecord, ShardHeader], is_sound: Callable[[str], bool]
     ) -> None:
-        """Adds a checkpoint that lies in memory.
+        """Adds a checkpoint of which some files are in memory.
 
         Args:
-            manifest: Of it.
-            headers: Of those of its files that do.
-            is_sound: Whether every slice of the file at a path has been verified already.
+            manifest: Of the checkpoint.
+            headers: The headers of those files.
+            is_sound: Tells whether every slice of the file at a path has been verified already.
         """
         self._manifests[manifest.directory] = manifest
         self._headers |= headers
@@ -173,8 +170,10 @@ class StoreReader:
         self._is_sound = functools.cache(is_sound)
 
     def verify(self, slices: Iterable[StoredSlice]) -> None:
-        """Raises ``DamagedError`` if a slice is damaged. Later reads compare slices again unless they lie in memory:
-        storage may return other bytes at the next read."""
+        """Raises ``DamagedError`` if a slice is damaged.
+
+        Slices in memory are not compared again by later reads; others are, since storage may return other bytes then.
+        """
         todo = set(slices)
         for _, error in find_damage(self.storage, (stored for stored in todo if not self._is_sound(stored.path))):
             if error is not None:
@@ -186,7 +185,7 @@ class StoreReader:
             return read_part(self.storage, record)
 
     def headers(self, manifest: Manifest) -> dict[str, ShardHeader]:
-        """Returns path -> header, of every shard that the manifest names."""
+        """Returns the header of every shard that the manifest names, by path."""
         todo = [record for record in manifest.files if record not in self._headers]
         for record, header in zip(todo, ahead(ThreadName.HEADERS, _READERS, self.header, todo), strict=True):
             self._headers[record] = header

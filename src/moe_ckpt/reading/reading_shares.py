@@ -1,9 +1,9 @@
-"""Which of the ranks that need the same bytes of a checkpoint reads them, and who hands them on.
+"""Decides which rank reads the bytes of a checkpoint that several ranks need, and how they get to the others. Pure.
 
-Pure. Ranks that hold the same (all under data parallelism; under Megatron those that share weights or experts) need
-the same bytes. A slice on storage is read by one of them; of what lies in another node's memory, its holder sends each
-part. Either goes to every other node once, since the network between nodes is the narrowest way there is; inside of a
-node bytes go from memory to memory.
+Ranks that hold the same tensors (all under data parallelism; under Megatron those that share weights or experts) need
+the same bytes. One of them reads a slice on storage; bytes in another node's memory are sent by their holder. Bytes go
+to every other node once, since the network between nodes is the slowest link; inside of a node they go from memory to
+memory.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ import numpy as np
 import numpy.typing as npt
 
 TEAM = 1024
-"""Most ranks that divide the reading. More would send one another messages so small that reading is quicker."""
+"""How many ranks divide the reading at most. With more, the messages are so small that reading is quicker."""
 
 Flags = npt.NDArray[np.bool_]
 
 
 class Group(NamedTuple):
-    """Slices that exactly these ranks need.
+    """Slices that the same ranks need.
 
     Attributes:
         ranks: Ascending; at most ``TEAM``, so that several groups may need the same slices.
-        slices: Their numbers, ascending.
+        slices: Numbers of the slices, ascending.
     """
 
     ranks: tuple[int, ...]
@@ -37,7 +37,7 @@ class Chunk(NamedTuple):
 
     Attributes:
         reader: The rank.
-        first, end: Of the slices.
+        first, end: Number of the first slice, and of the first one after the chunk.
     """
 
     reader: int
@@ -53,8 +53,8 @@ class Route(NamedTuple):
     """The way of some bytes to the ranks that need them: once to every other node.
 
     Attributes:
-        from_source: Hops from the rank that has the bytes: to the others of its node, and to one rank of every other.
-        onward: Hops after those, from that one rank to the others of its node.
+        from_source: Hops from the rank that has the bytes, to the ranks of its node and to one rank of each other node.
+        onward: The hops after those, from that one rank of a node to the others.
     """
 
     from_source: tuple[Hop, ...]
@@ -62,12 +62,12 @@ class Route(NamedTuple):
 
 
 def route_of(source: int, ranks: Iterable[int], nodes: Sequence[str], relay: Callable[[list[int]], int]) -> Route:
-    """Returns the route of bytes from ``source`` to the others of ``ranks``. Alike on every rank.
+    """Returns the route of bytes from ``source`` to the others of ``ranks``. The same on every rank.
 
     Args:
         source: The rank that has the bytes, or reads them.
-        ranks: That need them.
-        nodes: Per rank of the run its node.
+        ranks: The ranks that need them.
+        nodes: The node of each rank of the run.
         relay: Chooses, of the ranks of one node that need the bytes, the one that gets them from ``source``.
     """
     by_node: dict[str, list[int]] = {}
@@ -84,7 +84,7 @@ def anything_shared(needs: Sequence[Flags]) -> bool:
     """Returns whether two ranks need the same slice.
 
     Args:
-        needs: Per rank ``[slices]``, whether it needs each.
+        needs: For each rank ``[slices]``, whether it needs each slice.
     """
     seen = np.zeros_like(needs[0])
     for flags in needs:
@@ -95,11 +95,11 @@ def anything_shared(needs: Sequence[Flags]) -> bool:
 
 
 def groups_of(rank: int, needs: Sequence[Flags]) -> list[Group]:
-    """The groups of several ranks that ``rank`` is in, in an order that is the same on every rank.
+    """Returns the groups of several ranks that ``rank`` is in, in an order that is the same on every rank.
 
     Args:
-        rank: Whose.
-        needs: Per rank ``[slices]``, whether it needs each.
+        rank: The rank.
+        needs: For each rank ``[slices]``, whether it needs each slice.
     """
     mine = np.flatnonzero(needs[rank])
     alike: dict[bytes, list[int]] = {}
@@ -126,12 +126,12 @@ def groups_of(rank: int, needs: Sequence[Flags]) -> list[Group]:
 
 
 def readers_of(sizes: Sequence[int], ranks: Sequence[int], most_nbytes: int) -> list[int]:
-    """The rank that reads each slice: evenly by bytes, and neighbours by the same.
+    """Returns the rank that reads each slice. Ranks read about equally many bytes, and neighbouring slices together.
 
     Args:
-        sizes: Of the slices, in order.
-        ranks: That need them.
-        most_nbytes: That are handed over at once.
+        sizes: Bytes of each slice, in order.
+        ranks: The ranks that need them.
+        most_nbytes: How many bytes are handed over at once.
     """
     loads = dict.fromkeys(ranks, 0)
     readers: list[int] = []
@@ -148,12 +148,12 @@ def readers_of(sizes: Sequence[int], ranks: Sequence[int], most_nbytes: int) -> 
 
 
 def rounds_of(sizes: Sequence[int], readers: Sequence[int], most_nbytes: int) -> list[list[Chunk]]:
-    """Returns the rounds of a handover: each some bytes, or one slice that is larger, in chunks of one reader each.
+    """Returns the rounds of a handover, each in chunks of one reader.
 
     Args:
-        sizes: Of the slices, in order.
-        readers: Of each.
-        most_nbytes: Of a round.
+        sizes: Bytes of each slice, in order.
+        readers: The rank that reads each slice.
+        most_nbytes: The most bytes of a round, unless one slice is larger.
     """
     rounds = []
     for first, end in _bounded(sizes, most_nbytes):
@@ -172,7 +172,7 @@ def _least(loads: Mapping[int, int]) -> int:
 
 
 def _bounded(sizes: Sequence[int], most_nbytes: int) -> list[tuple[int, int]]:
-    """(first, end) of runs of slices with at most so many bytes, or with one slice."""
+    """Returns (first, end) of runs of slices, each of at most so many bytes or of one slice."""
     runs = []
     first = nbytes = 0
     for at, size in enumerate(sizes):
@@ -192,10 +192,10 @@ class SlotSpan(NamedTuple):
     """Bytes of a slot on another node.
 
     Attributes:
-        holder: Rank that has the slot.
-        number: Of the slot among its own.
-        part: Its place in the slot.
-        begin, end: In the part.
+        holder: The rank that has the slot.
+        number: The slot's number among the holder's slots.
+        part: Number of the part in the slot.
+        begin, end: First byte, and first byte behind the span, in the part.
     """
 
     holder: int
@@ -206,12 +206,12 @@ class SlotSpan(NamedTuple):
 
 
 def routes_of(nodes: Sequence[str], spans_of: Mapping[int, Sequence[SlotSpan]]) -> list[tuple[SlotSpan, Route]]:
-    """Divides what ranks need of other nodes' memory into spans that exactly the same ranks need, each with its route.
+    """Divides what ranks need of other nodes' memory into spans that the same ranks need, each with its route.
 
-    Of the ranks of a node the one that received least so far gets a span from the holder. Alike on every rank.
+    Of the ranks of a node, the one that has received least so far gets a span from the holder. The same on every rank.
 
     Args:
-        nodes: Per rank its node.
+        nodes: The node of each rank.
         spans_of: Rank -> what it needs; no byte twice.
     """
     asking: dict[tuple[int, int, int], list[tuple[int, int, int]]] = {}
@@ -234,7 +234,7 @@ def routes_of(nodes: Sequence[str], spans_of: Mapping[int, Sequence[SlotSpan]]) 
 
 
 def _divided(requests: Sequence[tuple[int, int, int]]) -> list[tuple[int, int, list[int]]]:
-    """(begin, end, rank) -> (begin, end, ranks that need all of it), in order and without an overlap."""
+    """Divides (begin, end, rank) into (begin, end, ranks that need all of it), in order and without an overlap."""
     turns = [(begin, True, rank) for begin, _, rank in requests]
     turns += [(end, False, rank) for _, end, rank in requests]
     disjoint = []

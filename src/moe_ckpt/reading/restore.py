@@ -1,8 +1,8 @@
 """Writes a checkpoint into live training state, from any sharding to any sharding.
 
-In two passes over the slices that this rank needs. The first verifies, before training state is touched, while an older
-checkpoint can still be taken. The second reads and verifies again, and copies; keeping the bytes of the first pass
-would need host memory for another copy of the state.
+It makes two passes over the slices that this rank needs. The first verifies them before training state changes, so that
+an older checkpoint can still be taken. The second reads and verifies them again, and copies them. To keep the bytes of
+the first pass would take host memory for another copy of the state.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def require_fitting(
     Args:
         reader: Of the store.
         manifest: The checkpoint.
-        state: That is to take it.
+        state: The training state that is to be overwritten.
         plain: The plain state to be loaded; None if none is.
 
     Raises:
@@ -92,11 +92,11 @@ def check_match(manifest: Manifest, index: TensorIndex, live: Sequence[TensorSpe
 
 
 def needed_slices(stored_of: StoredByKey, parameters: Sequence[StateTensor]) -> Iterator[StoredSlice]:
-    """Yields the slices that this rank will read, before its optimizer state exists.
+    """Yields the slices that this rank will read. Its optimizer state need not exist yet.
 
-    State shaped like its parameter is needed where this rank updates the parameter (``StateTensor.updated_here``),
-    other state (step counts, row and column factors), which is small, always. Other ranks verify parameters that only
-    they have.
+    Optimizer state with the shape of its parameter is needed if this rank updates the parameter
+    (``StateTensor.updated_here``); other state (step counts, row and column factors) is small and always needed.
+    Parameters that only other ranks have are verified by those.
     """
     by_name: dict[str, list[StateTensor]] = {}
     for tensor in parameters:
@@ -112,10 +112,7 @@ def needed_slices(stored_of: StoredByKey, parameters: Sequence[StateTensor]) -> 
 
 
 def verify_needed(
-    reader: StoreReader,
-    stored_of: StoredByKey,
-    parameters: Sequence[StateTensor],
-    shared: SharedReading | None = None,
+    reader: StoreReader, stored_of: StoredByKey, parameters: Sequence[StateTensor], shared: SharedReading | None = None
 ) -> None:
     """Raises ``DamagedError`` if a slice of ``stored_of`` that this rank will read is damaged.
 
@@ -153,13 +150,8 @@ def prepare_state(state: TrainingState, stored: Mapping[str, TensorMeta]) -> Non
         raise DeviceMemoryError(str(device), needed, free, torch.cuda.memory_reserved(device), total) from error
 
 
-def copy_slices(reader: StoreReader, stored_of: StoredByKey, tensors: Sequence[StateTensor]) -> None:
-    """Writes this rank's part of the stored slices into the live tensors."""
-    write_targets(reader, targets_of(stored_of, tensors))
-
-
 def write_targets(reader: StoreReader, targets: Targets) -> None:
-    """Reads slices, and writes each where it belongs; copies to a GPU have begun when it returns."""
+    """Reads slices, and writes each into its live tensors. Copies to a GPU may still be under way when it returns."""
     if any(tensor.local.is_cuda for blocks in targets.values() for tensor, _ in blocks):
         for stored, values in reader.read_many(targets, locked=True):
             write_slice(stored, values, targets[stored], locked=True)
@@ -168,7 +160,7 @@ def write_targets(reader: StoreReader, targets: Targets) -> None:
 
 
 def targets_of(stored_of: StoredByKey, tensors: Sequence[StateTensor]) -> Targets:
-    """Returns slice -> (live tensor, block of the whole that it takes of the slice), of those that this rank needs."""
+    """Returns, for each slice that this rank needs, the live tensors that take a block of it, each with the block."""
     targets: Targets = {}
     for tensor in tensors:
         for stored, common in overlapping(stored_of.get(tensor.key, ()), box_of(tensor)):
@@ -179,19 +171,15 @@ def targets_of(stored_of: StoredByKey, tensors: Sequence[StateTensor]) -> Target
 
 @torch.no_grad()
 def write_slice(
-    stored: StoredSlice,
-    values: torch.Tensor,
-    targets: Iterable[tuple[StateTensor, Box]],
-    *,
-    locked: bool = False,
+    stored: StoredSlice, values: torch.Tensor, targets: Iterable[tuple[StateTensor, Box]], *, locked: bool = False
 ) -> None:
-    """Writes a slice, whose values are verified, into live tensors; copies to a GPU have begun when it returns.
+    """Writes a verified slice into live tensors. Copies to a GPU may still be under way when it returns.
 
     Args:
         stored: The slice.
-        values: Of it.
-        targets: Where they go.
-        locked: ``values`` are of ``read_slices`` with the same argument.
+        values: Its values.
+        targets: The live tensors, each with the block that it takes.
+        locked: ``values`` were read by ``read_slices(locked=True)``.
     """
     locked = locked and stored.nbytes <= RUN_NBYTES
     for tensor, common in targets:
@@ -202,7 +190,7 @@ def write_slice(
             count = max(1, RUN_NBYTES * len(rows[0]) // source.nbytes)
             for some, into in zip(*(torch.split(tensor, count) for tensor in rows), strict=True):
                 _copy(into, page_locked(some.contiguous()), non_blocking=True)
-        elif not target.is_cuda and _lie_alike(target, source):
+        elif not target.is_cuda and target.dtype == source.dtype and target.is_contiguous() and source.is_contiguous():
             copy_alone(target, source)
             torch.autograd.graph.increment_version(target)
         else:
@@ -226,10 +214,6 @@ def _copy_runs(target: torch.Tensor, source: torch.Tensor) -> None:
         return
     for part, values in zip(target, source, strict=True):
         _copy_runs(part, values)
-
-
-def _lie_alike(target: torch.Tensor, source: torch.Tensor) -> bool:
-    return target.dtype == source.dtype and target.is_contiguous() and source.is_contiguous()
 
 
 def box_of(tensor: StateTensor) -> Box:

@@ -1,9 +1,9 @@
 """Ranks that need the same slices of storage divide the reading, and hand over what they have read.
 
-Each slice is read, and verified, by one of the ranks that need it: first by itself, before training state is touched,
-and then once more, when its bytes also go to the others. These compare its checksum before they use it. What does not
-arrive as it was written they read from storage. Storage thus gives all ranks together what it would give to one.
-They go in rounds, each in the same memory.
+One of the ranks that need a slice reads it twice: first to verify it, before any rank changes training state, and then
+once more, to hand its bytes to the others. These compare its checksum before they use it, and read it from storage if
+it differs. So all ranks together read from storage what one rank would read. Slices are handed over in rounds, which
+all use the same memory.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ import logging
 import socket
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import accumulate, pairwise
 from operator import attrgetter
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -37,18 +36,18 @@ from moe_ckpt.reading.reading_shares import (
     rounds_of,
     route_of,
 )
-from moe_ckpt.reading.restore import StoredByKey, Targets, copy_slices, targets_of, write_slice, write_targets
+from moe_ckpt.reading.restore import StoredByKey, Targets, targets_of, write_slice, write_targets
 from moe_ckpt.reading.together import NotUsableError, raise_on_all_ranks, together
 from moe_ckpt.tiers.host_tier import as_values, checksum
 
 log = logging.getLogger("moe_ckpt")
 
 RUN_NBYTES = 64 << 20
-"""Handed over in one round, beside the largest slice."""
+"""Bytes of a round, unless one slice is larger."""
 _ALIGNED = 64
 """Slices begin at multiples of it in what is handed over, so that every dtype can be viewed there."""
 _NOT_READ = torch.frombuffer(bytearray(b"not read"), dtype=torch.uint8)
-"""End of a chunk whose reader failed. Only this word says so: all else is judged by the checksums of the slices."""
+"""The last bytes of a part whose reader failed. Everything else is judged by the checksums of the slices."""
 
 Tensors = Callable[[], Sequence[StateTensor]]
 
@@ -65,12 +64,12 @@ def divide(
     *,
     agrees: bool = True,
 ) -> SharedReading | None:
-    """Agree on who reads what. A collective.
+    """Divides among the ranks the reading of slices that several of them need. A collective.
 
     Args:
         comm: The ranks.
-        slices: Of the checkpoint on storage, in the same order on every rank.
-        needed: Those that this rank will read, and maybe others. If it raises, all ranks read by themselves.
+        slices: What the checkpoint has on storage, in the same order on every rank.
+        needed: Gives those that this rank will read, and maybe others. If it raises, all ranks read by themselves.
         agrees: As of ``SharedReading``.
 
     Returns:
@@ -141,9 +140,9 @@ def hand_on(comm: Communicator, routed: Sequence[tuple[Route, torch.Tensor]]) ->
 def load_slices(
     reader: StoreReader, stored_of: StoredByKey, tensors: Tensors, shared: SharedReading | None = None
 ) -> None:
-    """Loads slices by ``SharedReading.load``, or by ``copy_slices`` without it."""
+    """Writes this rank's part of slices into the live tensors, by ``SharedReading.load`` if reading is shared."""
     if shared is None:
-        copy_slices(reader, stored_of, tensors())
+        write_targets(reader, targets_of(stored_of, tensors()))
     else:
         shared.load(reader, stored_of, tensors)
 
@@ -162,33 +161,56 @@ class _Group:
     ranks: tuple[int, ...]
     nodes: Sequence[str]
 
-    def route(self, chunk: Chunk) -> Route:
-        """Returns the route of a chunk from its reader; the ranks of another node take turns in receiving from it."""
-        return route_of(chunk.reader, self.ranks, self.nodes, lambda members: members[chunk.first % len(members)])
-
-    def rounds(self, chosen: Collection[StoredSlice]) -> list[_Round]:
-        """What is handed over of the chosen slices, round by round."""
+    def rounds(self, chosen: Collection[StoredSlice]) -> list[list[_Part]]:
+        """Returns the parts that the chosen slices are handed over in, round by round."""
         slices = [stored for stored in self.readers if stored in chosen]
         sizes, readers = [tensor.nbytes for tensor in slices], [self.readers[tensor] for tensor in slices]
-        return [
-            _Round(self, [(chunk, slices[chunk.first : chunk.end]) for chunk in chunks])
-            for chunks in rounds_of(sizes, readers, RUN_NBYTES)
-        ]
+
+        def part_of(chunk: Chunk) -> _Part:
+            # The ranks of another node take turns in receiving from the reader.
+            relay = lambda members: members[chunk.first % len(members)]  # noqa: E731
+            route = route_of(chunk.reader, self.ranks, self.nodes, relay)
+            return _Part(chunk.reader, slices[chunk.first : chunk.end], route)
+
+        return [list(map(part_of, chunks)) for chunks in rounds_of(sizes, readers, RUN_NBYTES)]
 
 
-class _Round(NamedTuple):
-    """What is handed over at once: chunks of a group, with their slices."""
+@dataclass(frozen=True)
+class _Part:
+    """Slices that one rank reads and hands to the others that need them.
 
-    group: _Group
-    chunks: Sequence[tuple[Chunk, Sequence[StoredSlice]]]
+    Attributes:
+        reader: The rank that reads them.
+        slices: In the order of the files.
+        route: The way of their bytes to the other ranks.
+    """
+
+    reader: int
+    slices: Sequence[StoredSlice]
+    route: Route
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are handed over: the slices, aligned, and ``_NOT_READ`` or zeros."""
+        return sum(map(_padded, self.slices)) + _ALIGNED
+
+    def blocks(self, data: torch.Tensor) -> Iterator[tuple[StoredSlice, torch.Tensor]]:
+        """Yields each slice with its bytes in ``data``, the ``nbytes`` of this part."""
+        begins = accumulate(map(_padded, self.slices), initial=0)
+        for stored, begin in zip(self.slices, begins, strict=False):
+            yield stored, data[begin : begin + stored.nbytes]
+
+
+def _padded(stored: StoredSlice) -> int:
+    return -(-stored.nbytes // _ALIGNED) * _ALIGNED
 
 
 class SharedReading:
-    """Slices that this rank and others need, each with its reader.
+    """The slices that this rank and others need, each with the rank that reads it.
 
     Args:
         comm: The ranks.
-        groups: That this rank is in, in the same order on all ranks.
+        groups: The groups that this rank is in, in the same order on all ranks.
         agrees: All ranks load each time, so that they can tell each other of errors. False where some go back alone.
     """
 
@@ -201,13 +223,13 @@ class SharedReading:
         return self._reader_of.get(stored, self._comm.rank) == self._comm.rank
 
     def agreed(self, directory: str, action: Callable[[], None]) -> None:
-        """Does what every rank does, which may load; if it fails on one, all raise. A collective.
+        """Calls ``action``, which may load slices, on every rank; if it fails on one, all ranks raise. A collective.
 
-        If only some ranks load, each raises its own error, also where another could not read what it needs.
+        If only some ranks load (not ``agrees``), each raises its own error alone.
 
         Args:
             directory: Of the checkpoint, for messages.
-            action: What.
+            action: What every rank does.
         """
         if not self._agrees:
             action()
@@ -218,11 +240,12 @@ class SharedReading:
             raise_on_all_ranks(self._comm, error, directory)
 
     def load(self, reader: StoreReader, stored_of: StoredByKey, tensors: Tensors) -> None:
-        """Write this rank's part of the slices into the live tensors. A collective, which is completed in any case.
+        """Writes this rank's part of the slices into the live tensors. A collective, which each rank completes even if
+        something fails on it.
 
         Args:
             reader: Of the store.
-            stored_of: Of the slices that all ranks load now, those of every rank.
+            stored_of: All slices that ranks load now, those that other ranks need included.
             tensors: Gives the live tensors; may create optimizer state first.
 
         Raises:
@@ -237,18 +260,19 @@ class SharedReading:
         rounds = [reading_round for group in self._groups for reading_round in group.rounds(chosen)]
         # Before any rank waits for the bytes of one that has no memory for them.
         self.agreed(reader.storage.root, lambda: handing.reserve(rounds))
-        handing.hand_over(rounds)
+        for parts in rounds:
+            handing.hand_over(parts)
         if handing.problem is not None:
             raise handing.problem
         write_targets(reader, {one: blocks for one, blocks in handing.targets.items() if one not in handing.done})
 
 
 class _Handing:
-    """One load of this rank.
+    """Reads, hands over and writes slices on this rank, in one load.
 
     Attributes:
         targets: Where each slice goes that this rank needs.
-        problem: The first thing that went wrong. What this rank was to read after that is said to be unread.
+        problem: The first error. The parts that this rank was to read after it are marked as not read.
         done: Slices that were written, and need not be read by this rank.
     """
 
@@ -259,7 +283,10 @@ class _Handing:
         self._comm, self._reader = comm, reader
 
     def attempt(self, action: Callable[[], object]) -> bool:
-        """Whether an action succeeds. None is tried after one that failed: the other ranks still wait for this one."""
+        """Calls ``action`` unless an earlier one failed; returns whether none has failed so far.
+
+        An error is kept as ``problem``, since the other ranks still wait for this one.
+        """
         try:
             if self.problem is None:
                 action()
@@ -267,73 +294,40 @@ class _Handing:
             self.problem = error
         return self.problem is None
 
-    def reserve(self, rounds: Sequence[_Round]) -> None:
-        """Memory for any round. Raises ``RuntimeError``: there is none."""
-        nbytes = max((sum(_Part.nbytes(slices) for _, slices in chunks) for _, chunks in rounds), default=0)
+    def reserve(self, rounds: Sequence[Sequence[_Part]]) -> None:
+        """Allocates the memory that any round needs. Raises ``RuntimeError`` if there is none."""
+        nbytes = max((sum(part.nbytes for part in parts) for parts in rounds), default=0)
         self._memory = torch.empty(nbytes, dtype=torch.uint8)
 
-    def hand_over(self, rounds: Sequence[_Round]) -> None:
-        """Read this rank's part of every round, and get the others' parts."""
-        for group, chunks in rounds:
-            ends = [0, *accumulate(_Part.nbytes(slices) for _, slices in chunks)]
-            spans = (self._memory[begin:end] for begin, end in pairwise(ends))
-            parts = [_Part(*chunk, data) for chunk, data in zip(chunks, spans, strict=True)]
-            for part in parts:
-                if part.chunk.reader == self._comm.rank:
-                    is_read = self.attempt(partial(self._read, part))
-                    part.end.copy_(torch.zeros_like(_NOT_READ) if is_read else _NOT_READ)
-            hand_on(self._comm, [(group.route(part.chunk), part.data) for part in parts])
-            for part in parts:
-                self._take(part)
+    def hand_over(self, parts: Sequence[_Part]) -> None:
+        """Reads this rank's parts of a round, gets those of the others, and writes them."""
+        ends = [0, *accumulate(part.nbytes for part in parts)]
+        memory = [self._memory[begin:end] for begin, end in pairwise(ends)]
+        for part, data in zip(parts, memory, strict=True):
+            if part.reader == self._comm.rank:
+                is_read = self.attempt(partial(self._read, part, data))
+                data[-len(_NOT_READ) :] = torch.zeros_like(_NOT_READ) if is_read else _NOT_READ
+        hand_on(self._comm, [(part.route, data) for part, data in zip(parts, memory, strict=True)])
+        for part, data in zip(parts, memory, strict=True):
+            self._write(part, data)
 
-    def _read(self, part: _Part) -> None:
+    def _read(self, part: _Part, data: torch.Tensor) -> None:
+        blocks = dict(part.blocks(data))
         for stored, values in self._reader.read_many(part.slices):
-            part.bytes_of(stored).copy_(values.reshape(-1).view(torch.uint8))
+            blocks[stored].copy_(values.reshape(-1).view(torch.uint8))
 
-    def _take(self, part: _Part) -> None:
-        """Write the slices that arrived undamaged. The rest is read from storage."""
-        if torch.equal(part.end, _NOT_READ):
-            self.problem = self.problem or part.slices[0].damaged(f"rank {part.chunk.reader} could not read it")
+    def _write(self, part: _Part, data: torch.Tensor) -> None:
+        """Writes the slices that arrived undamaged. The rest is read from storage."""
+        if torch.equal(data[-len(_NOT_READ) :], _NOT_READ):
+            self.problem = self.problem or part.slices[0].damaged(f"rank {part.reader} could not read it")
             return
-        for stored in part.slices:
-            data = part.bytes_of(stored)
-            if part.chunk.reader != self._comm.rank and checksum(data) != stored.entry.checksum:
+        for stored, received in part.blocks(data):
+            if part.reader != self._comm.rank and checksum(received) != stored.entry.checksum:
                 log.warning(
                     "slice %s of %s did not arrive from rank %d as it was written; it is read from storage",
-                    *(stored.entry.name, stored.path, part.chunk.reader),
+                    *(stored.entry.name, stored.path, part.reader),
                 )
                 continue
-            self.attempt(partial(self._write, stored, data))
+            values = as_values(stored.entry, received)
+            self.attempt(partial(write_slice, stored, values, self.targets.get(stored, ())))
             self.done.add(stored)
-
-    def _write(self, stored: StoredSlice, data: torch.Tensor) -> None:
-        write_slice(stored, as_values(stored.entry, data), self.targets.get(stored, ()))
-
-
-class _Part:
-    """The bytes of a chunk.
-
-    Args:
-        chunk: Which.
-        slices: Of it.
-        data: Its ``nbytes(slices)`` bytes.
-    """
-
-    def __init__(self, chunk: Chunk, slices: Sequence[StoredSlice], data: torch.Tensor) -> None:
-        self.chunk, self.slices, self.data = chunk, slices, data
-        self.end = data[-len(_NOT_READ) :]
-        self._begins = dict(zip(slices, accumulate(map(_padded, slices), initial=0), strict=False))
-
-    @staticmethod
-    def nbytes(slices: Sequence[StoredSlice]) -> int:
-        """Bytes of a chunk of these slices."""
-        return sum(map(_padded, slices)) + _ALIGNED
-
-    def bytes_of(self, stored: StoredSlice) -> torch.Tensor:
-        """Where a slice lies in it."""
-        begin = self._begins[stored]
-        return self.data[begin : begin + stored.nbytes]
-
-
-def _padded(stored: StoredSlice) -> int:
-    return -(-stored.nbytes // _ALIGNED) * _ALIGNED

@@ -1,5 +1,5 @@
-"""Reads and verifies slices, on several threads. Neighbours in a file, such as a stack of experts, are read in one
-call."""
+"""Reads and verifies slices on several threads. Neighbouring slices of a file, such as a stack of experts, are read in
+one call."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ BadSlice = DamagedError | StoreUnreadableError
 Use = Callable[[StoredSlice, torch.Tensor], None]
 """Takes a slice with its values, which share memory with other slices."""
 RUN_NBYTES = 4 << 20
-"""Neighbours are joined up to this size, which bounds the memory of a thread's read beside the largest slice. It is
-worth its wait for a far storage, and the allocator has memory for it from the read before, which the kernel need not
-clear again: reads of 64 MiB take four times as long."""
+"""Neighbouring slices are read in one call up to this size, which bounds a thread's memory unless one slice is larger.
+It is large enough for a storage that answers slowly, and so small that the allocator uses the memory of the last read
+again, which the kernel need not clear: reads of 64 MiB take four times as long."""
 
 
 def read_slices(
@@ -35,15 +35,15 @@ def read_slices(
     *,
     locked: bool = False,
 ) -> Iterator[tuple[StoredSlice, torch.Tensor]]:
-    """Yields each slice with its verified values, in file order, duplicates once. The next ones are read meanwhile.
+    """Yields each slice once, with its verified values, in file order. The next slices are read meanwhile.
 
-    The tensors share memory with the other slices of their run: copy what is to be kept.
+    The tensors share memory with neighbouring slices: copy what is to be kept.
 
     Args:
         storage: Of the store.
         slices: What to read.
-        verified: What need not be compared once more.
-        locked: The values go to a GPU: in page-locked memory, but for slices that are larger than a run.
+        verified: Slices that need not be compared with their checksums again.
+        locked: The values go to a GPU: they are in page-locked memory, except slices larger than ``RUN_NBYTES``.
 
     Raises:
         DamagedError: At the first slice whose bytes are missing or differ from what was written.
@@ -57,9 +57,9 @@ def read_slices(
 def use_slices(
     storage: ReadableStorage, slices: Iterable[StoredSlice], verified: Collection[StoredSlice], use: Use
 ) -> None:
-    """Calls ``use`` with each slice and its verified values, on the threads that have read them, in no order.
+    """Calls ``use`` with each slice and its verified values, on the threads that read them, in any order.
 
-    Arguments as of ``read_slices``, and raises as that does: after slices that follow in the files may have been used.
+    Arguments and errors as of ``read_slices``; when it raises, slices behind the damaged one may have been used.
     """
 
     def read_and_use(run: list[StoredSlice]) -> None:
@@ -152,7 +152,7 @@ def _read(storage: ReadableStorage, stored: StoredSlice, offset: int, nbytes: in
 def reported(path: str, step: int | None = None, rank: int | None = None) -> Iterator[None]:
     """Turns errors of storage into errors that name ``path``, its step and rank.
 
-    A refused permission or a dead network is no damage, for which an older checkpoint would be taken.
+    It keeps damage, for which an older checkpoint is taken, apart from a refused permission or a dead network.
 
     Raises:
         DamagedError: The file is missing, or is not what was written.

@@ -1,12 +1,12 @@
-"""The files of a store as readers meet them: storage may not answer at once, and the run may train meanwhile.
+"""Reads a store patiently, and tells a step that the run has removed meanwhile from one that is damaged.
 
-Network file systems and object stores answer some reads with an error and the same reads, a second later, with the
-bytes. Whoever opens a checkpoint must not take the first for the truth: going back to an older one costs work, and in
-the end the good one itself. So such reads are tried again.
+A network file system or an object store may answer a read with an error, and the same read with the bytes a second
+later. If a reader took the error for damage, the run would go back to an older checkpoint, and retention would delete
+the good one in the end. So such reads are tried again.
 
-Retention removes steps while they are read. It deletes the manifest of a step before any file that the step needs, and
-syncs that. So if a file is missing, and the manifests of all steps that name it are gone too, the steps were removed.
-If one manifest is still there, the store is damaged.
+Retention removes steps while they are read. It deletes the manifest of a step, and syncs that, before it deletes any
+file that the step needs. So if a file is missing, and the manifests of all steps that name it are gone too, the steps
+were removed. If one manifest is still there, the store is damaged.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ log = logging.getLogger("moe_ckpt")
 
 T = TypeVar("T")
 MOST_LISTINGS = 8
-"""A reader that takes the newest step lists the store so often, if each time its step is removed under it."""
+"""How often the store is listed for the newest step, if each time the step is removed while it is read."""
 PATIENCE_SECS = 60.0
 _FIRST_WAIT_SECS = 0.2
 _LONGEST_WAIT_SECS = 8.0
@@ -37,19 +37,24 @@ _FINAL = frozenset(
         *("ENODEV", "ENOSYS", "EOPNOTSUPP", "EFBIG", "EOVERFLOW", "ESPIPE", "EBADF", "EEXIST", "ENOTEMPTY"),
     )
 )
-"""Answers that stay what they are. All others may pass: EIO, ETIMEDOUT, ESTALE, EAGAIN, ECONNRESET, what fsspec's
-file systems raise (without a number, or as EIO), and numbers that this list does not know."""
+"""Errors that another attempt would meet again. All others may pass: EIO, ETIMEDOUT, ESTALE, EAGAIN, ECONNRESET, what
+fsspec's file systems raise (without a number, or as EIO), and numbers that are not listed here."""
 
 
 class StepStorage:
-    """Another storage's files. Reads that fail are tried again, and a step that was removed is told from a damaged one.
+    """Reads another storage. It tries reads that fail again, and tells a removed step from a damaged one.
 
-    Reads are tried again with growing pauses until ``patience_secs`` are used up. The time is that of all reads
-    together, pauses only: a disk that is dead costs it once, not once per file. After that errors pass at once. May
-    be used by several threads.
+    Reads are tried again with growing pauses until ``patience_secs`` are used up. All reads share that time, of which
+    only pauses count: a dead disk costs it once, not once per file. After that, errors are raised at once. Several
+    threads may use one object.
 
-    ``read`` and ``size`` raise ``StepRemovedError`` in place of ``FileNotFoundError`` if each step that needs the file
-    was there before, and is gone.
+    ``read`` and ``size`` raise ``StepRemovedError`` in place of ``FileNotFoundError`` if every step that needs the file
+    was there before, and is gone now.
+
+    Args:
+        inner: The storage that is read.
+        patience_secs: The sum of all pauses, in seconds.
+        sleep: Pauses for so many seconds.
     """
 
     def __init__(
@@ -72,11 +77,11 @@ class StepStorage:
         self._opened[manifest.directory] = manifest
 
     def is_committed(self, directory: str) -> bool:
-        """Returns whether a step's manifest exists now. One that cannot be read is."""
+        """Returns whether a step's manifest exists now; True also if storage does not say."""
         path = f"{directory}/{MANIFEST_NAME}"
         try:
-            # Network file systems ask their server at an open only.
-            self._patiently(path, lambda: self.inner.read(path, 0, 1))
+            # A read, since network file systems ask their server only when a file is opened.
+            self._retried(path, lambda: self.inner.read(path, 0, 1))
         except (FileNotFoundError, NotADirectoryError):
             return False
         except (OSError, MoECheckpointError):
@@ -84,20 +89,21 @@ class StepStorage:
         return True
 
     def read(self, path: str, offset: int = 0, nbytes: int | None = None) -> Chunk:
-        return self._judged(path, lambda: self.inner.read(path, offset, nbytes))
+        return self._of_step(path, lambda: self.inner.read(path, offset, nbytes))
 
     def size(self, path: str) -> int:
-        return self._judged(path, lambda: self.inner.size(path))
+        return self._of_step(path, lambda: self.inner.size(path))
 
     def list(self, path: str = "") -> list[str]:
-        return self._patiently(path, lambda: self.inner.list(path))
+        return self._retried(path, lambda: self.inner.list(path))
 
     def exists(self, path: str) -> bool:
-        return self._patiently(path, lambda: self.inner.exists(path))
+        return self._retried(path, lambda: self.inner.exists(path))
 
-    def _judged(self, path: str, ask: Callable[[], T]) -> T:
+    def _of_step(self, path: str, ask: Callable[[], T]) -> T:
+        """Does ``_retried``. Raises ``StepRemovedError`` if the file is missing because its steps were removed."""
         try:
-            return self._patiently(path, ask)
+            return self._retried(path, ask)
         except (FileNotFoundError, NotADirectoryError) as error:
             users = self._users(path)
             if not users or any(map(self.is_committed, users)):
@@ -105,7 +111,7 @@ class StepStorage:
             raise StepRemovedError(self.root, users, path) from error
 
     def _users(self, path: str) -> tuple[str, ...]:
-        """Step directories that need a file, the newest first: as far as they were listed or opened."""
+        """Returns the step directories that need a file, the newest first, of those that were listed or opened."""
         directory, _, name = path.rpartition("/")
         if name == MANIFEST_NAME:
             return (directory,) if directory in self._listed else ()
@@ -113,13 +119,15 @@ class StepStorage:
         users.sort(key=lambda manifest: (manifest.generation, manifest.step), reverse=True)
         return tuple(manifest.directory for manifest in users)
 
-    def _patiently(self, path: str, ask: Callable[[], T]) -> T:
+    def _retried(self, path: str, ask: Callable[[], T]) -> T:
+        """Returns what ``ask`` reads, after as many attempts as patience allows."""
         wait_secs, attempts = _FIRST_WAIT_SECS, 1
         while True:
             try:
                 answer = ask()
             except OSError as error:
-                paused = self._take(wait_secs) if _may_pass(error) else 0.0
+                final = isinstance(error, MoECheckpointError) or error.errno in _FINAL
+                paused = 0.0 if final else self._take(wait_secs)
                 if not paused:
                     raise
                 log.warning(
@@ -138,23 +146,18 @@ class StepStorage:
                 return answer
 
     def _take(self, wanted_secs: float) -> float:
-        """Seconds that may be waited now; 0 when all patience is used up."""
+        """Returns for how many seconds a read may pause now; 0 when all patience is used up."""
         with self._guard:
             granted = min(wanted_secs, self._left_secs)
             self._left_secs -= granted
             return granted
 
 
-def _may_pass(error: OSError) -> bool:
-    """Returns whether the same read may well succeed in a moment."""
-    return not isinstance(error, MoECheckpointError) and error.errno not in _FINAL
-
-
 def listed_again(attempt: Callable[[], T]) -> T:
-    """Returns what ``attempt`` gives, which lists a store and reads a step. If that is removed, it is made again.
+    """Calls ``attempt``, which lists a store and reads a step, again as long as that step is removed meanwhile.
 
     Raises:
-        StepRemovedError: The last one of ``MOST_LISTINGS`` attempts.
+        StepRemovedError: The step was removed in each of ``MOST_LISTINGS`` attempts.
     """
     for _ in range(MOST_LISTINGS - 1):
         try:

@@ -1,4 +1,4 @@
-"""Actions that all ranks try: all succeed, or all learn the worst error of any rank."""
+"""Calls actions on all ranks: either all succeed, or all learn the worst error of any rank."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from moe_ckpt.ports import Communicator
 from moe_ckpt.reading.step_storage import StepStorage
 
 DAMAGED, DIVERGED, UNREAD, STOPS = 1, 2, 3, 4
-"""Kinds of errors, ascending: take the next older checkpoint; take nothing that the same gradient log leads to; let
-``on_read_error`` decide; take none."""
+"""Kinds of errors, the worst last: try the next older checkpoint; try none of the same gradient log; ``on_read_error``
+decides; try no other."""
 
 T = TypeVar("T")
 
@@ -89,9 +89,9 @@ def require_committed(comm: Communicator, storage: StepStorage, directory: str) 
 
 
 def together(comm: Communicator, action: Callable[[], T]) -> T:
-    """Returns what ``action`` gives, if it succeeds on every rank. A collective.
+    """Returns the result of ``action``, if it succeeds on every rank. A collective.
 
-    ``action`` must be none, unless it is one that each rank completes before it raises.
+    ``action`` must be no collective, unless each rank completes it before it raises.
 
     Raises:
         NotUsableError: On every rank, if it failed on any.
@@ -101,7 +101,11 @@ def together(comm: Communicator, action: Callable[[], T]) -> T:
 
 
 def together_and_most(comm: Communicator, action: Callable[[], tuple[T, int]]) -> tuple[T, int]:
-    """Returns the first thing that ``action`` gives, as ``together``, and the largest second thing of any rank."""
+    """Does the same as ``together`` for an ``action`` that returns a result and a number.
+
+    Returns:
+        This rank's result, and the largest number of any rank.
+    """
     result: T | None = None
     asks = 0
     problem: Exception | None = None
@@ -136,9 +140,9 @@ def _kind(problem: Exception | None) -> int:
 def raise_on_all_ranks(
     comm: Communicator, failure: NotUsableError, directory: str, doing: str = "resume from checkpoint"
 ) -> NoReturn:
-    """Raises on every rank: this rank's own error if it is of the worst kind, else the worst one's message.
+    """Raises on every rank: its own error if that is of the worst kind, else ``StoreError`` with the worst message.
 
-    Its traceback does not show ``failure``, which callers handle.
+    The traceback does not show ``failure``, which callers handle.
     """
     problem = failure.problem
     reason = comm.share(str(problem).encode() if comm.rank == failure.rank else b"", failure.rank).decode()

@@ -1,7 +1,7 @@
-"""One attempt to return to a checkpoint: open it, plan, log the plan, verify, write.
+"""Attempts to return to a checkpoint: opens it, plans, logs the plan, verifies, and writes.
 
-What memory has of a checkpoint is read as files of a store (``slot_storage``). Every rank verifies what it needs before
-training state changes.
+The part of a checkpoint that is in memory is read as files of a store (``slot_storage``). Every rank verifies what it
+needs before any rank changes training state.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ log = logging.getLogger("moe_ckpt")
 _TIERS = {Tier.HOST: "memory", Tier.PEER: "peers", Tier.STORAGE: "storage"}
 
 _OF_OTHERS, _OF_STORAGE = 1, 2
-"""What a rank asks for of a checkpoint in memory: bytes of other nodes; bytes of storage, which may be shared."""
+"""What a rank still needs of a checkpoint in memory: bytes of other nodes; bytes of storage, which may be shared."""
 
 _NOBODY = (
     "{} in memory is a step of a gradient log, whose updates cannot be repeated here. Remove it with moe-ckpt memory "
@@ -57,9 +57,9 @@ _NOBODY = (
 Opener = Callable[[], Callable[[], OpenedMemory]]
 """``MemoryCheckpoints.ask`` of a checkpoint."""
 Admits = Callable[[Manifest, Mapping[str, Any]], None]
-"""(checkpoint, this rank's plain state; of a sparse window that of its first step) -> None. Called on every rank before
-anything is written. Raises ``ConfigError`` if this run cannot go on from it (``OtherLayoutError``: but from an older
-dense one), or ``DamagedError`` if the state is none."""
+"""Takes the checkpoint and this rank's plain state (of the first step, if it is a sparse window), on every rank, before
+anything is written. Raises ``ConfigError`` if this run cannot resume from it (``OtherLayoutError`` if it can from an
+older dense one), or ``DamagedError`` if it is no plain state."""
 
 
 def versions_of(manifest: Manifest) -> dict[str, int]:
@@ -73,18 +73,18 @@ class Restored:
 
     Attributes:
         tokens_from_host: ``[L, E]`` tokens seen by experts that came from host memory, 0 elsewhere; None if none did.
-        replay: Of a sparse window, of which only the first step is loaded, and ``plain`` is of that step. Training must
-            compute the others again before ``CheckpointSession.resume_from``.
-        path: Of the file of ``plain``, for messages.
+        replay: For a sparse window, of which only the first step is loaded, and ``plain`` is of that step. Training
+            must compute the others again before ``CheckpointSession.resume_from``.
+        path: Path of the file of ``plain``, for messages.
         from_memory: It came from memory that outlived a process, as a whole or in part.
-        beneath: Then the checkpoint on storage that it is, or was laid over; None if storage has nothing of it.
-        rebuilds: What storage has of it must not be built upon: files of ``beneath`` are damaged, or the checkpoint is
-            gone that memory follows. The next checkpoint saves everything.
+        beneath: If so, the checkpoint on storage that it is, or was laid over; None if storage has no part of it.
+        rebuilds: Later checkpoints must not build on what storage has of it, because files of ``beneath`` are damaged,
+            or the checkpoint that memory follows is gone. The next checkpoint saves everything.
         plan: Where each operator came from; None if storage alone was asked.
-        left_behind: What memory had that is newer, and cannot be used; None if nothing.
-        joined: What all ranks go on from when they are together again, if only some pipeline stages go back; None if
-            all ranks load the same step.
-        planned_unix_secs: When it was known what comes from where, and no more than reading and copying was left.
+        left_behind: What memory had that is newer and cannot be used; None if nothing.
+        joined: What all ranks resume from when they are at one step again, if only some pipeline stages go back; None
+            if all ranks load the same step.
+        planned_unix_secs: When the plan was made, so that only reading and copying was left.
     """
 
     manifest: Manifest
@@ -101,11 +101,12 @@ class Restored:
     planned_unix_secs: float | None = None
 
     def out_of(self, opened: OpenedMemory, plan: RecoveryPlan, planned_unix_secs: float) -> Restored:
-        """Returns the same, from memory.
+        """Returns the same as restored from memory.
 
         Args:
             opened: What memory gave.
-            plan: As of the attribute, and so is ``planned_unix_secs``.
+            plan: See the attribute.
+            planned_unix_secs: See the attribute.
         """
         return replace(
             self,
@@ -137,19 +138,19 @@ class Restored:
 
     @property
     def is_unsaved(self) -> bool:
-        """True if storage has no complete checkpoint of this very state: it is newer, or some experts are older, or
-        what it has is damaged or gone."""
+        """True if storage has no complete checkpoint of this state: it is newer, or some experts are older, or what
+        storage has of it is damaged or gone."""
         stale = any(record.step != self.manifest.step for record in self.manifest.operators.values())
         return self.rebuilds or self.beyond_storage or (stale and not self.manifest.window)
 
     @property
     def _storage_has_part(self) -> bool:
-        """False where every operator came from memory, although there is a checkpoint on storage beneath."""
+        """True if an operator came from storage."""
         return self.plan is None or any(row.source.tier is Tier.STORAGE for row in self.plan.rows())
 
     @property
     def going_on(self) -> dict[str, Any]:
-        """The facts for ``CheckpointSession.resume_from``."""
+        """Arguments for ``CheckpointSession.resume_from``."""
         beneath: dict[str, Any] = {}
         if self.rebuilds:
             beneath = {"same_store": False, "rebuilds": True}
@@ -167,7 +168,7 @@ class StorageSource:
         weights_only: No optimizer state is loaded.
 
     Attributes:
-        shared: What this rank and others read together; None until ``share``, and if there is nothing.
+        shared: What this rank and others read together; None before ``share``, and if there is nothing.
     """
 
     def __init__(self, reader: StoreReader, manifest: Manifest, *, weights_only: bool = False) -> None:
@@ -206,31 +207,28 @@ class StorageSource:
         for kind in self._kinds:
             verify_needed(self._reader, kind, parameters_of(state), self.shared)
 
-    def prepare(self, state: TrainingState) -> None:
-        """Creates the optimizer state that the checkpoint has, before anything is written.
+    def prepare(self, state: TrainingState) -> Sequence[StateTensor]:
+        """Creates the optimizer state that the checkpoint has, and returns the live tensors.
 
         Raises:
-            DeviceMemoryError: There is no room for it.
+            DeviceMemoryError: There is no room for the optimizer state.
         """
+        if self._weights_only:
+            return parameters_of(state)
         index = self._index
         prepare_state(state, {key: index.meta(key) for key in index.tensors if not key.startswith(MODEL)})
-        state.tensors()
+        tensors = state.tensors()
         check_match(self._manifest, index, state.specs(), index.tensors)
+        return tensors
 
     def prepare_and_write(self, state: TrainingState) -> None:
         """Does ``prepare``, and writes everything, verified, into the live tensors. A collective if reading is shared.
 
         Raises:
-            DamagedError: There is damage since ``verify``.
+            DamagedError: Bytes were damaged since ``verify``.
         """
 
-        def prepared() -> Sequence[StateTensor]:
-            if self._weights_only:
-                return parameters_of(state)
-            self.prepare(state)
-            return state.tensors()
-
-        load_slices(self._reader, self._kinds[0], prepared, self.shared)
+        load_slices(self._reader, self._kinds[0], lambda: self.prepare(state), self.shared)
 
 
 def divided(
@@ -336,7 +334,7 @@ step of a gradient log; what may be loaded at once, None if bytes have to come f
 
 @dataclass(frozen=True)
 class Recovery:
-    """Returns to a checkpoint. On every rank, on the training thread.
+    """Returns training to a checkpoint. On every rank, on the training thread.
 
     Attributes:
         storage: Of the store, into which a guest may write a checkpoint.
@@ -389,9 +387,9 @@ class Recovery:
         return restored
 
     def _return_to_memory(self, opener: Opener) -> Restored:
-        """The same of a checkpoint that memory has, or has a part of: its files are read like those of a store.
+        """Loads a checkpoint that memory has, or has a part of. A collective.
 
-        Waits for other ranks take most of the time of a return from a rank's own memory, so there are few.
+        A return from a rank's own memory spends most of its time in waits for other ranks, so there are few.
         """
         comm, state, make = self.comm, self.state, opener()
         (opened, spans, along, here), asked = together_and_most(comm, lambda: self._proven(make()))
@@ -425,9 +423,10 @@ class Recovery:
         return ready
 
     def _proven(self, opened: OpenedMemory) -> tuple[_Proven, int]:
-        """Proves that a checkpoint is whole. Also returns what this rank needs: ``_OF_OTHERS``, ``_OF_STORAGE`` or 0.
+        """Proves that a checkpoint is whole, and verifies it at once if this rank needs bytes of its own memory only.
 
-        If all bytes are here, it verifies them at once, which needs no other rank.
+        Returns:
+            What was proved, and what this rank still needs: ``_OF_OTHERS``, ``_OF_STORAGE`` or 0.
         """
         opened.reader.prove(opened.manifest)
         along: AlongLog | None = None
@@ -442,11 +441,7 @@ class Recovery:
         return (opened, spans, along, None if asks or along is not None else self._verified(opened)), asks
 
     def spans(
-        self,
-        opened: OpenedMemory,
-        slots: Sequence[Manifest] = (),
-        *,
-        besides: Iterable[StoredSlice] = (),
+        self, opened: OpenedMemory, slots: Sequence[Manifest] = (), *, besides: Iterable[StoredSlice] = ()
     ) -> Iterator[Span]:
         """Yields the spans that this rank reads of the checkpoint.
 

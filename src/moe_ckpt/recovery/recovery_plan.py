@@ -1,8 +1,9 @@
-"""Which copy of every operator a recovery takes: decided from inventories alone, before anything is read.
+"""Decides which copy of every operator a recovery takes, from inventories alone, before anything is read.
 
-A source is a place that outlives the failure: a step directory on storage, this process's memory. Each says which
-operators it holds whole, as of which step. The plan takes the newest copy of each; among equals, that of the nearest
-source. Trainers plan by what they find after a failure, the simulator by what its ledger says that is left.
+A source is a place that outlives the failure, such as a step directory on storage, or memory. Its inventory says which
+operators it holds whole, as of which step. The plan takes the newest copy of each operator, and of equally new copies
+that of the nearest source. Trainers make inventories of what exists after a failure, the simulator makes them from its
+ledger.
 """
 
 from __future__ import annotations

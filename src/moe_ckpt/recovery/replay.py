@@ -1,7 +1,7 @@
-"""The replay of steps after a recovery: training computes them again, and the run goes on when they are as recorded.
+"""Replays steps after a recovery: training computes them again, and continues if they are as recorded.
 
-A ``StepSource`` computes each step. What a sparse window has of it is then loaded (``windows.replay``), and what does
-not depend on weights must be as recorded.
+A ``StepSource`` computes each step. Then the part of it that a sparse window has is loaded (``windows.replay``), and
+whatever does not depend on weights must be as recorded.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ RepeatedOf = Callable[[Plain, Plain], Iterable[Repeated]]
 
 
 class StepSource:
-    """Computes steps again: by itself, by training's own passes, which continue from the first one."""
+    """Computes steps again. This class leaves that to training's own passes, which continue from the first step."""
 
     def prepare(self, recorded: Plain) -> None:
         """Called before each step.
@@ -47,15 +47,15 @@ class StepSource:
 
 
 class StepReplay:
-    """The replay of steps, one by one; the same on all ranks. By itself of steps of which nothing is recorded.
+    """Replays steps one by one; the same on all ranks. This class replays steps of which nothing is recorded.
 
     Args:
-        manifest: Of the checkpoint that was loaded: a sparse window, or the step that the replay begins at.
+        manifest: Of the checkpoint that was loaded: a sparse window, or the step at which the replay begins.
         loaded: How many of the checkpoint's steps are loaded; None for all.
 
     Attributes:
         manifest: As given.
-        shared: What this rank and others read together of storage; None if nothing.
+        shared: What this rank and others read together from storage; None if nothing.
         source: Computes the steps.
     """
 
@@ -71,11 +71,11 @@ class StepReplay:
     # --- of the checkpoint ---
 
     def load(self) -> None:
-        """Loads what the checkpoint has of the step that comes next. Other ranks do not learn of an error."""
+        """Loads what the checkpoint has of the next step. Other ranks do not learn of an error."""
         self._loaded += 1
 
     def repeat(self) -> None:
-        """Loads the newest step once more: batch-end hooks may have changed weights since."""
+        """Loads the newest step once more, since batch-end hooks may have changed weights."""
 
     def upcoming(self) -> Plain:
         """Returns this rank's recorded plain state of the step that is computed next, if the checkpoint has one."""
@@ -93,21 +93,14 @@ class StepReplay:
 
     # --- of training ---
 
-    def resume(
-        self,
-        plain: Plain,
-        repeated: RepeatedOf,
-        *,
-        until: int = 0,
-        changed: str = "",
-    ) -> None:
+    def resume(self, plain: Plain, repeated: RepeatedOf, *, until: int = 0, changed: str = "") -> None:
         """The first step is loaded, and the others are computed from here on.
 
         Args:
             plain: This rank's plain state at that step.
             repeated: The parts of an adapter's plain state that must repeat.
             until: Last step to compute: the checkpoint's, or a later one.
-            changed: In what the script differs from the one that wrote the window, as text.
+            changed: How the script differs from the one that wrote the window, as text.
         """
         self._before, self._repeated, self._until, self._changed = plain, repeated, until, changed
         self._recorded: Plain = self.upcoming()
@@ -175,14 +168,14 @@ class StepReplay:
         self._prepare()
 
     def count(self, tokens: Deferred[StepTokens]) -> None:
-        """A step was computed again, in which this rank counted ``tokens``."""
+        """Notes the tokens that this rank counted in a step that was computed again."""
         self._tokens.append(tokens)
 
     def routes_alike(self, comm: Communicator) -> bool:
         """Returns whether all steps together gave each expert as many tokens as the first time. A collective.
 
-        What a step computes is not recorded, so data or kernels that do not repeat are noticed by this alone. True
-        also where there are no experts, and of windows of releases that did not note it.
+        The results of a step are not recorded, so this alone shows data or kernels that do not repeat. True also if the
+        model has no experts.
         """
         began = self.manifest.tokens.get(WINDOW_BEGAN)
         ended = np.asarray(self.manifest.tokens.get("applied", ()), dtype=np.int64)

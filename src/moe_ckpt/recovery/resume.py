@@ -1,8 +1,9 @@
 """Resumes from the newest checkpoint that every rank can load, or loads the dense one that a user names.
 
-Rank 0 lists the checkpoints, each rank verifies what it needs, and if one fails all try the next older checkpoint. So a
-damaged file costs the steps between two checkpoints, not the run. A file that storage does not give is read again, and
-then ends the start, unless ``on_read_error`` says to go back. ``recovery.executing`` makes each attempt.
+Rank 0 lists the checkpoints, and each rank verifies what it needs. If one rank fails, all try the next older one, so
+that a damaged file costs the steps between two checkpoints, not the run. A file that storage does not give is read
+again; if that does not help, the start ends, unless ``on_read_error="fallback"``. ``recovery.executing`` makes each
+attempt.
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ log = logging.getLogger("moe_ckpt")
 Opens = Callable[[], tuple[StoreReader, Manifest]]
 """Opens the checkpoint on this rank; no collective."""
 InPart = Callable[[Recovery, MemoryCheckpoints], Callable[[str, Opener | None], Restored | None]]
-"""Begins an attempt: (newest checkpoint, what memory has of it) -> the newest step, to which only ranks that lost
-something come from that checkpoint; None if all have to go back. A collective."""
+"""Returns a function that restores the newest step if only the ranks that lost something need go back. It takes the
+newest checkpoint, and what memory has of it, and returns None if all ranks have to go back. A collective."""
 
 _BY_NAME = (
     " To go on from a step whose values are not finite, name it: ckpt_path= (Lightning) or weights_from= takes its "
@@ -91,8 +92,8 @@ def resume_newest(
         state: Its tensors are written.
         tier: What memory holds (``CheckpointSession.tier``); of the same kind on every rank.
         admits: See ``Admits``.
-        on_read_error: If storage does not give a checkpoint's bytes: "stop", or "fallback" to the next older one. The
-            manifests written from then on name the newer one, so that retention keeps it.
+        on_read_error: What to do if storage does not give a checkpoint's bytes: "stop", or "fallback" to the next older
+            one. Later manifests then name the newer one, so that retention keeps it.
         read_patience_secs: How long, in all, failing reads are tried again before that.
         open_log: Begins the return to a step of a gradient log; None: a step of one ends the start.
         in_part: Tries before each checkpoint whether only some ranks need go back; None: all do.
@@ -226,8 +227,7 @@ class _PassedOver:
 
 
 def _rebuilding(restored: Restored, rank: int, memory: MemoryCheckpoints, passed_over: _PassedOver) -> Restored:
-    """Returns what came from memory with a note if the next checkpoint must not build on what storage has. A
-    collective."""
+    """Sets ``Restored.rebuilds`` if the next checkpoint must not build on what storage has. A collective."""
     joined = restored.joined or restored
     if not joined.from_memory:
         return restored
@@ -245,9 +245,9 @@ def _rebuilding(restored: Restored, rank: int, memory: MemoryCheckpoints, passed
 
 
 def _candidates(directories: Sequence[str], memory: MemoryCheckpoints | None) -> Iterator[tuple[str, Opener | None]]:
-    """Yields what to try, newest first: each checkpoint in memory before it is tried on storage alone.
+    """Yields the checkpoints to try, newest first, each from memory before it is tried from storage alone.
 
-    What memory offers is asked for again each time: slots are set aside meanwhile, and others take their place.
+    Memory is asked anew each time, since slots are excluded meanwhile, and others take their place.
     """
     remaining = list(directories)
     while True:
@@ -263,7 +263,7 @@ def _candidates(directories: Sequence[str], memory: MemoryCheckpoints | None) ->
 
 
 def _noting_unread(restored: Restored, comm: Communicator, unread: Sequence[str]) -> Restored:
-    """Returns ``restored`` with the newer checkpoints that could not be read named in its manifest."""
+    """Names in the manifest of ``restored`` the newer checkpoints that could not be read."""
     manifest = restored.manifest
     if comm.rank == 0:
         announce(
@@ -280,7 +280,7 @@ def _noting_unread(restored: Restored, comm: Communicator, unread: Sequence[str]
 
 
 def _say_passed_over(window: Manifest, reason: str, taken: Manifest) -> None:
-    """Says what the fallback from a window of another layout costs."""
+    """Announces what the fallback from a window of another layout costs."""
     routed = [int(np.asarray(manifest.tokens["applied"], dtype=np.int64).sum()) for manifest in (window, taken)]
     announce(
         "checkpoint %s is a sparse window %s. The dense checkpoint %s is used instead: %d steps, in which %d tokens "
@@ -296,9 +296,9 @@ def _say_passed_over(window: Manifest, reason: str, taken: Manifest) -> None:
 
 
 def other_ranks(manifest: Manifest, world_size: int) -> str | None:
-    """Returns what is inexact because ``world_size`` differs from the checkpoint's; None if it does not.
+    """Returns a text on what is inexact because ``world_size`` differs from the checkpoint's; None if it does not.
 
-    For adapters whose ranks load the plain state of ``executing.rank_of_state``.
+    For adapters whose ranks load the plain state of the rank that ``executing.rank_of_state`` returns.
     """
     saved = manifest.world_size
     if saved == world_size:
@@ -361,7 +361,7 @@ def load_step(
 
 
 def whole_tensors(comm: Communicator, reader: StoreReader, manifest: Manifest) -> dict[str, torch.Tensor]:
-    """Every tensor of a checkpoint, whole and verified, on every rank: by key, on the CPU. A collective.
+    """Returns every tensor of a checkpoint by key, whole and verified, on the CPU of every rank. A collective.
 
     Args:
         comm: The ranks.

@@ -1,10 +1,10 @@
-"""What directories hold, listed again only where a name may have come or gone since.
+"""Lists directories again only if a name may have been added or removed since.
 
-A file system notes when a directory last changed. What was listed is still true if that has not moved, provided that
-the listing was made so much later that no coarse clock can hide a change behind it. Nobody is believed blindly: the
-note must have moved where this process has just written, and now and then one more directory is listed, the one that
-was not for longest; a difference there ends the belief. A storage without such notes is listed as a whole, several
-directories at a time.
+A file system records when a directory last changed: its stamp. A listing is still true if the stamp is the same, and
+if the listing was made so long after the change that a coarse clock cannot hide another one. Stamps are checked: the
+stamp of a directory in which this process has just written must differ, and now and then the directory that was not
+listed for longest is listed anyway; if its names differ, stamps are no longer used. If a storage has no stamps, all
+directories are listed, several at a time.
 """
 
 from __future__ import annotations
@@ -28,14 +28,19 @@ _LISTERS = 8
 
 @dataclass(frozen=True)
 class _DirectoryListing:
-    """stamp: taken just before. at_unix_ns: no later than that, by the file system's clock."""
+    """The names in a directory.
+
+    Attributes:
+        stamp: Of the directory, taken just before the listing.
+        at_unix_ns: A time before the stamp was taken, by the file system's clock.
+    """
 
     names: frozenset[str]
     stamp: Stamp | None
     at_unix_ns: int
 
     def still_holds(self, stamp: Stamp | None) -> bool:
-        """Whether it is true of the directory whose stamp is this now."""
+        """Returns whether the listing is true still, if the directory's stamp is this now."""
         if stamp is None or stamp != self.stamp:
             return False
         is_fine = stamp.changed_unix_ns % 1_000_000 > 0
@@ -43,7 +48,7 @@ class _DirectoryListing:
 
 
 class Listings:
-    """For one thread."""
+    """Lists the directories of a storage. For one thread."""
 
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
@@ -54,11 +59,11 @@ class Listings:
         self._calls = 0
 
     def names(self, directories: Sequence[str], latest: str | None = None) -> dict[str, frozenset[str]]:
-        """Returns what each of the directories holds: the same object as last time where that is the same.
+        """Returns the names in each of the directories; the same object as last time if the names are the same.
 
         Args:
             directories: All that matter now; others are forgotten.
-            latest: Another one, in which files were written just now. So its stamp tells what time it is.
+            latest: A directory in which files were written just now, so that its stamp gives the time.
 
         Raises:
             OSError: The storage does not answer.
@@ -90,7 +95,7 @@ class Listings:
         return {directory: self._seen[directory].names for directory in directories}
 
     def expect_change(self, directory: str) -> None:
-        """A file is put there now: a directory that was listed last time, whose stamp must be another next time."""
+        """Notes that a file is written into a directory now, so that its stamp must differ next time."""
         self._written = directory, self._seen[directory].stamp if directory in self._seen else None
 
     def _stamp(self, directory: str) -> Stamp | None:

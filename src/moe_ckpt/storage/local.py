@@ -69,11 +69,7 @@ class Access:
 
 
 PRIVATE = Access(0o600, 0o700)
-ACCESS = {
-    "private": PRIVATE,
-    "group": Access(0o640, 0o750, exact=True),
-    "umask": Access(0o666, 0o777),
-}
+ACCESS = {"private": PRIVATE, "group": Access(0o640, 0o750, exact=True), "umask": Access(0o666, 0o777)}
 """The choices of the option ``access``."""
 
 
@@ -101,11 +97,7 @@ class LocalStorage:
     """
 
     def __init__(
-        self,
-        root: str | os.PathLike[str],
-        on_phase: Callable[[str], None] | None = None,
-        *,
-        access: str = "private",
+        self, root: str | os.PathLike[str], on_phase: Callable[[str], None] | None = None, *, access: str = "private"
     ) -> None:
         self._access = ACCESS[access]
         self.root = os.path.realpath(os.path.expanduser(root))

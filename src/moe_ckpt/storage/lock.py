@@ -382,12 +382,7 @@ class _Lease:
 
     def _put(self, number: int) -> None:
         renewed = self._clock()
-        body = {
-            "owner": self._owner,
-            "holder": _describe(self._owner),
-            "nonce": self._nonce,
-            "unix_secs": renewed,
-        }
+        body = {"owner": self._owner, "holder": _describe(self._owner), "nonce": self._nonce, "unix_secs": renewed}
         self._tried = number
         try:
             self._storage.write(_lease_name(number), [json.dumps(body).encode()])

@@ -1,9 +1,9 @@
-"""Checkpoints that lie in the memory of this job's nodes, as checkpoints beside those of the store.
+"""Offers what the memory of this job's nodes holds as checkpoints, beside those of the store.
 
-After a restart every rank tells what slots it has. The newest snapshot of which every writer's share is somewhere is a
-checkpoint, whether storage has it or not; of one that storage has, memory may have any part. Manifest and index are
-made of the slots' headers, and ``reading.memory.slot_storage`` gives the bytes, so that it is opened, proved, verified
-and restored as any other. A slot in which damage is found is set aside, and the next source is taken.
+After a restart every rank says which slots it has. A snapshot is a checkpoint if some rank holds each writer's share,
+whether storage has it or not; of a checkpoint that storage has, memory may give any part. Manifest and index are made
+of the slots' headers, and ``reading.memory.slot_storage`` gives the bytes, so that such a checkpoint is opened, proved,
+verified and restored like any other. A damaged slot is excluded, and another source takes its place.
 """
 
 from __future__ import annotations
@@ -19,14 +19,7 @@ from moe_ckpt.core.step import Facts, Tier
 from moe_ckpt.core.tokens import TokenBook, window_began
 from moe_ckpt.core.user_text import name_ranks
 from moe_ckpt.errors import CoverageError, DamagedError, OtherLayoutError, RecoveryLoopError, StepRemovedError
-from moe_ckpt.format.manifest import (
-    Manifest,
-    OperatorRecord,
-    SlotRecord,
-    age_of,
-    pruned,
-    step_dir,
-)
+from moe_ckpt.format.manifest import Manifest, OperatorRecord, SlotRecord, age_of, pruned, step_dir
 from moe_ckpt.ledger.coverage import Box, prove_cover
 from moe_ckpt.notices import announce
 from moe_ckpt.ports import Communicator
@@ -50,7 +43,6 @@ from moe_ckpt.reading.memory.memory_shares import (
 from moe_ckpt.reading.memory.slot_storage import LoggedSnapshot, OpenedMemory, RankMemory, SlotFile, SlotStorage
 from moe_ckpt.reading.memory.slot_views import (
     LaidSnapshots,
-    Layer,
     SlotFiles,
     SnapshotFacts,
     packed_header,
@@ -67,9 +59,9 @@ log = logging.getLogger("moe_ckpt")
 _EXPERTS = "expert"
 """Kind of the shards of experts."""
 SURVIVORS_SUFFIX = "_survivors"
-"""Ending of the directory of what survivors sealed of a step of which there is another snapshot."""
+"""Ending of the directory's name for what survivors sealed of a step that has another snapshot, too."""
 MOST_STARTS = 3
-"""From one checkpoint in memory without a step that ended: what is wrong is with it, or with what computes from it."""
+"""How many starts from one checkpoint in memory may end no step: then the checkpoint, or the script, is at fault."""
 
 _GONE = (
     "%s is gone from storage, or its MANIFEST.json is, and memory has steps up to %d that follow it: the run goes on "
@@ -79,18 +71,17 @@ _GONE = (
 
 
 class MemoryCheckpoints:
-    """The checkpoints that the slots of earlier lives hold together. Made and used by all ranks, on the training
-    thread.
+    """The checkpoints that the slots of earlier lives hold together. A collective of all ranks, on the training thread.
 
     Args:
         comm: The ranks.
         tier: This rank's slots.
-        reader: Of the store; what it has read already is not read again.
+        reader: Reads the store; documents that it has read are not read again.
 
     Attributes:
         stored: Directories of the checkpoints on storage, newest first, as rank 0 lists them.
         used: Path of a file of the checkpoint opened last -> the slot that it comes from.
-        paths: (holder, number) -> where that slot lies.
+        paths: (holder, number) -> path of that slot.
 
     Raises:
         MoECheckpointError, OSError: Rank 0 cannot list the store.
@@ -124,9 +115,9 @@ class MemoryCheckpoints:
             announce(_GONE, newest.base, newest.step, level=logging.WARNING)
 
     def follows_what_is_gone(self, checkpoint: MemoryCheckpoint) -> bool:
-        """Returns whether storage lacks the checkpoint that this one builds on, and what replaced that.
+        """Returns whether storage has lost the checkpoint that this one builds on, and has none that replaced it.
 
-        A file was lost, or a user removed checkpoints, or restored an older copy of the store.
+        A file was lost, or a user removed checkpoints or restored an older copy of the store.
         """
         base, begun = age_of(checkpoint.base), checkpoint.generation
         return bool(checkpoint.base) and not any(
@@ -134,31 +125,32 @@ class MemoryCheckpoints:
         )
 
     def offered(self) -> list[str]:
-        """Directories of what memory has whole, or has a part of beside storage, newest first."""
+        """Returns the directories of checkpoints that memory has whole, or has a part of and storage the rest, newest
+        first."""
         checkpoints = checkpoints_of(self.shares)
         whole = {checkpoint.directory for checkpoint in checkpoints if checkpoint.is_complete}
-        # What ``moe-ckpt densify`` made of a log stands on storage by itself.
+        # A step of a log that storage has was made dense (``moe-ckpt densify``), and is read from storage.
         logs = {checkpoint.directory for checkpoint in checkpoints if checkpoint.is_log}
         whole -= logs & set(self.stored)
         parts = {checkpoint.directory for checkpoint in checkpoints if not (checkpoint.is_window or checkpoint.is_log)}
         return sorted((whole | parts.intersection(self.stored)) - self._given_up, key=age_of, reverse=True)
 
     def ask(self, directory: str) -> Callable[[], OpenedMemory]:
-        """Hear from all ranks what memory has of a checkpoint. A collective; reads no slice.
+        """Gathers from all ranks what memory has of a checkpoint, and counts this start. A collective; reads no slice.
 
         Returns:
-            Opens it; no collective. Raises ``MoECheckpointError`` if this rank cannot, nor read the checkpoint on
-            storage that it is laid over.
+            A function that opens the checkpoint, and is no collective. It raises ``MoECheckpointError`` if this rank
+            cannot open it, or cannot read the checkpoint on storage that it is laid over.
 
         Raises:
-            RecoveryLoopError: Too many starts have gone on from it, and ended no step.
+            RecoveryLoopError: Too many starts have resumed from it, and ended no step.
         """
         checkpoint = checkpoint_in(self.shares, directory)
         self._note_start(directory, checkpoint)
         return self.opener(checkpoint)
 
     def opener(self, checkpoint: MemoryCheckpoint) -> Callable[[], OpenedMemory]:
-        """Asks as ``ask`` does, but does not count as a start from the checkpoint."""
+        """Does the same as ``ask`` for a checkpoint, but counts no start."""
         stored = [(*age_of(name), name) for name in self.stored]
         base = next((name for name in base_of(checkpoint, stored) if name not in self._bad_bases), "")
         described = self.describe([checkpoint])
@@ -219,14 +211,18 @@ class MemoryCheckpoints:
                 log.warning("the memory slot %s is damaged: it is set aside, and not used", slot.path)
 
     def left_behind(self, taken: Manifest) -> LeftBehind | None:
-        """Returns what memory had after ``taken``, from which the run goes on; None if nothing. Alike on every rank."""
+        """Returns what memory had that is newer than ``taken``, from which the run resumes; None if nothing.
+
+        The same on every rank.
+        """
         return left_behind(checkpoints_of(self.shares), taken.generation, taken.step)
 
     def keep_only(self, step: int | None) -> None:
-        """The run continues: lets go of all slots but those of the checkpoint opened last, if it is of that ``step``.
+        """Deletes all slots but those of the checkpoint from which the run resumes.
 
         Args:
-            step: None if memory gave nothing. Then what only another layout can use stays.
+            step: The step of that checkpoint, if memory gave a part of it. None if it gave nothing: then the slots stay
+                that only another layout can use.
         """
         shares = self._of_other_layout if step is None else set(self.used.values())
         numbers = {share.number for share in shares if share.holder == self._comm.rank}
@@ -238,12 +234,12 @@ class MemoryCheckpoints:
     # --- opening ---
 
     def note_lasting_start(self, shares: Iterable[Share]) -> None:
-        """This start goes on from what ranks kept of the newest step: counted until a step ends."""
+        """Counts this start on the slots of ``shares``, which ranks kept of the newest step, until a step ends."""
         for number in sorted({share.number for share in shares if share.holder == self._comm.rank}):
             self._tier.left_slots.note_start(self._slots[number], lasting=True)
 
     def _note_start(self, directory: str, checkpoint: MemoryCheckpoint) -> None:
-        """Count this start on every slot of the checkpoint, on every node, until a step ends."""
+        """Counts this start on every slot of the checkpoint, on every node."""
         shares = checkpoint.shares
         starts = max(share.starts for share in shares)
         if starts >= MOST_STARTS:
@@ -257,7 +253,7 @@ class MemoryCheckpoints:
             self._tier.left_slots.note_start(self._slots[number])
 
     def _beneath(self, directory: str) -> Manifest | None:
-        """A checkpoint on storage; None without a name. Raises as ``StoreReader.manifest``."""
+        """Returns the checkpoint on storage of this name, None if it is empty. Raises as ``StoreReader.manifest``."""
         try:
             return self._reader.manifest(directory) if directory else None
         except (DamagedError, CoverageError, StepRemovedError):
@@ -265,11 +261,16 @@ class MemoryCheckpoints:
             raise
 
     def describe(self, checkpoints: Sequence[MemoryCheckpoint], recounted: Collection[int] = ()) -> list[SnapshotFacts]:
-        """Returns what every rank must know of the slots, snapshot by snapshot: headers of their shards, and once what
-        a manifest needs. A collective.
+        """Gathers what every rank must know of the slots: headers of their shards, and the facts of each snapshot.
+
+        A collective.
 
         Args:
+            checkpoints: Which checkpoints.
             recounted: As of ``SnapshotFacts.settle``.
+
+        Returns:
+            The facts of each snapshot of each checkpoint, in order.
         """
         snapshots = [snapshot for checkpoint in checkpoints for snapshot in checkpoint.snapshots]
         slots_of_all = [slots for checkpoint in checkpoints for slots in checkpoint.slots()]
@@ -300,33 +301,27 @@ class MemoryCheckpoints:
         count = len(checkpoint.snapshots)
         parts = self.parts(checkpoint, described[:count])
         layers = [
-            Layer(
-                self.parts(earlier, [facts], SURVIVORS_SUFFIX if earlier.step == checkpoint.step else "")[0],
-                earlier,
-                facts,
-            )
-            for earlier, facts in zip(older, described[count:], strict=True)
+            self.parts(earlier, [snapshot], SURVIVORS_SUFFIX if earlier.step == checkpoint.step else "")[0]
+            for earlier, snapshot in zip(older, described[count:], strict=True)
         ]
         stored = None if beneath is None or checkpoint.is_window or beneath.directory != directory else beneath
         if stored is not None and checkpoint.is_parting and not checkpoint.is_complete:
             parts = self.parts(checkpoint, described[:count], SURVIVORS_SUFFIX)
-            view = self._laid(stored, [*layers, Layer(parts[0], checkpoint, described[0])])
+            view = self._laid(stored, [*layers, *parts])
             manifest = pruned(replace(stored, operators=view.operators), view.files, {directory})
         elif stored is not None and not checkpoint.is_parting:
             [part] = parts
             self._require_same(part, stored)
             view, unchanged = self._laid(stored, layers), part.known_to(stored)
             whole = checkpoint.is_whole and len(unchanged) == len(part.files)
-            view.lay(
-                part, described[0], host_only=part.host_only if whole else self.covered(part, part.host_only, stored)
-            )
+            view.lay(part, host_only=self.covered(part, part.host_only, stored, all_there=whole))
             view.slots |= unchanged
             manifest = pruned(replace(stored, operators=view.operators), view.files, {directory})
         else:  # a complete seal has everything, under the names that storage's files of the step have
             alone = stored is not None or checkpoint.is_window or checkpoint.is_log
             alone = alone and not described[count - 1].contents.gradients
             view = self._laid(None, ()) if alone else self._laid(beneath, layers)
-            manifest = self._manifest(checkpoint, described[:count], parts, view, beneath)
+            manifest = self._manifest(parts, view, beneath)
         files = view.slots_of(manifest)
         if checkpoint.is_log:
             pairs = zip(manifest.slots, parts, strict=True)
@@ -337,12 +332,14 @@ class MemoryCheckpoints:
             newest = described[count - 1]
             chained = view.brought_to(newest.contents, newest.require_facts(checkpoint.step))
         self.used = {}
-        reader, slots = self.reading(manifest, files, [*parts, *(layer.part for layer in layers)])
+        reader, slots = self.reading(manifest, files, [*parts, *layers])
         return OpenedMemory(reader, slots, manifest, beneath, view.fresh, logged, chained=chained)
 
     def _require_same(self, part: SlotFiles, stored: Manifest) -> None:
-        """Raises ``DamagedError`` unless all slots are of the checkpoint that storage has by this name, which a life
-        that ended before its first commit may have used, too."""
+        """Raises ``DamagedError`` unless the slots are of the checkpoint that storage has by the same name.
+
+        A life that ended before its first commit may have used that name, too.
+        """
         other = next((state for state in part.states if state not in stored.states), None)
         if other is not None:
             self.used = {other.path: part.files[other.path].share}
@@ -352,12 +349,12 @@ class MemoryCheckpoints:
     def reading(
         self, manifest: Manifest, files: Mapping[str, SlotFile], parts: Iterable[SlotFiles]
     ) -> tuple[StoreReader, SlotStorage]:
-        """Returns the reader of a checkpoint of which ``files`` lie in slots. Those are in use from here on.
+        """Returns the reader of a checkpoint of which ``files`` are in slots. These slots are ``used`` from now on.
 
         Args:
-            manifest: Of it.
-            files: By their paths.
-            parts: That they are of.
+            manifest: Of the checkpoint.
+            files: Path -> file.
+            parts: The snapshots that the files are of.
         """
         self.used = {**self.used, **{path: file.share for path, file in files.items()}}
         checker = self._tier.left_slots.checker
@@ -375,7 +372,7 @@ class MemoryCheckpoints:
         return reader, slots
 
     def _has_all(self, checkpoint: MemoryCheckpoint, described: Sequence[SnapshotFacts]) -> bool:
-        """Whether every expert is in the checkpoint itself, so that no older one need be looked into."""
+        """Returns whether the checkpoint has every expert by itself, so that it takes none from an older one."""
         contents = described[-1].contents
         if described[-1].facts is None or not checkpoint.is_complete:
             return False
@@ -396,7 +393,7 @@ class MemoryCheckpoints:
         for slots, facts in zip(checkpoint.slots(), described, strict=True):
             step = slots[0][0].step
             facts.require_shape(step, self._tier.model.grid)
-            part = SlotFiles(step_dir(step, checkpoint.generation) + ending, step)
+            part = SlotFiles(step_dir(step, checkpoint.generation) + ending, step, checkpoint, facts)
             for shares in slots:
                 full = [share for share in shares if share.sent == fullest(shares).sent]
                 near, complete = (nearest(holders, self._comm.rank, self._tier.node) for holders in (shares, full))
@@ -405,39 +402,35 @@ class MemoryCheckpoints:
             parts.append(part)
         return parts
 
-    def _laid(self, beneath: Manifest | None, layers: Sequence[Layer]) -> LaidSnapshots:
-        """What storage has, if anything, and on top of it the experts of earlier snapshots, the oldest first, that are
-        whole."""
+    def _laid(self, beneath: Manifest | None, layers: Sequence[SlotFiles]) -> LaidSnapshots:
+        """Lays the whole experts of snapshots, the oldest first, over what storage has, if anything."""
         view = LaidSnapshots([], {}) if beneath is None else LaidSnapshots(list(beneath.files), dict(beneath.operators))
-        for part, checkpoint, facts in layers:
+        for part in layers:
             newer = {op for op, record in view.operators.items() if record.step >= part.step}
             host_only, sent = part.host_only - newer, part.operators(_EXPERTS) - part.host_only - newer
-            if not checkpoint.is_whole:
-                host_only = self.covered(part, host_only, beneath)
-            if not checkpoint.is_complete:
-                sent = self.covered(part, sent, beneath)
+            host_only = self.covered(part, host_only, beneath, all_there=part.checkpoint.is_whole)
+            sent = self.covered(part, sent, beneath, all_there=part.checkpoint.is_complete)
             if host_only or sent:
-                view.lay(part, facts, stored=sent, host_only=host_only)
+                view.lay(part, stored=sent, host_only=host_only)
         return view
 
-    def _manifest(
-        self,
-        checkpoint: MemoryCheckpoint,
-        snapshots: Sequence[SnapshotFacts],
-        parts: Sequence[SlotFiles],
-        view: LaidSnapshots,
-        beneath: Manifest | None,
-    ) -> Manifest:
-        """The manifest of a checkpoint that storage does not have. view: what it is laid over; becomes the whole."""
-        facts = snapshots[-1].require_facts(checkpoint.step)
-        for part, snapshot in zip(parts, snapshots, strict=True):
-            host_only = part.host_only if checkpoint.is_whole else self.covered(part, part.host_only, beneath)
-            view.lay(part, snapshot, stored=snapshot.contents.full, host_only=host_only)
+    def _manifest(self, parts: Sequence[SlotFiles], view: LaidSnapshots, beneath: Manifest | None) -> Manifest:
+        """Returns the manifest of a checkpoint that storage does not have.
+
+        Args:
+            parts: The slots of its snapshots.
+            view: What they are laid over; they are laid over it here.
+            beneath: The checkpoint on storage that the model's other state is of, if there is one.
+        """
+        for part in parts:
+            host_only = self.covered(part, part.host_only, beneath, all_there=part.checkpoint.is_whole)
+            view.lay(part, stored=part.snapshot.contents.full, host_only=host_only)
             view.slots |= part.files
         *before, last = parts
-        first = snapshots[0].require_facts(checkpoint.step).applied if before else None
+        facts = last.snapshot.require_facts(last.step)
+        first = before[0].snapshot.require_facts(last.step).applied if before else None
         window = tuple(SlotRecord(part.step, tuple(part.states)) for part in before)
-        whole = self.whole(checkpoint, facts, view.operators, beneath)
+        whole = self.whole(last.checkpoint, facts, view.operators, beneath)
         whole = replace(whole, states=tuple(last.states), window=window, tokens={**whole.tokens, **window_began(first)})
         manifest = pruned(whole, view.files, {part.directory for part in parts})
         if beneath is not None and not {*manifest.files}.isdisjoint(beneath.files):
@@ -451,7 +444,7 @@ class MemoryCheckpoints:
         operators: Mapping[str, OperatorRecord],
         beneath: Manifest | None,
     ) -> Manifest:
-        """The manifest of a checkpoint, which lacks its files and the ranks' states."""
+        """Returns the manifest of a checkpoint without its files and the ranks' states."""
         book = TokenBook.from_dict({} if beneath is None else beneath.tokens, *self._tier.model.grid)
         if facts.lost is not None and len(book.faults) < len(facts.faults):  # else it was written after all of them
             book.saved[Tier.STORAGE] = book.saved[Tier.STORAGE] + facts.lost.reshape(book.applied.shape)
@@ -478,15 +471,22 @@ class MemoryCheckpoints:
         part: SlotFiles,
         operators: frozenset[str],
         beneath: Manifest | None,
+        *,
+        all_there: bool = False,
         reader: StoreReader | None = None,
     ) -> frozenset[str]:
-        """Returns those of ``operators`` that some slots hold whole, though others are gone, by what storage has of
-        them.
+        """Returns those of ``operators`` that the slots hold whole, although some slots are lost.
 
         Args:
+            part: The slots.
+            operators: Which operators are looked for.
+            beneath: The checkpoint on storage that shows which tensors an operator has; None if there is none.
+            all_there: No slot is lost, so that every operator is whole.
             reader: Of ``beneath``, if that is in memory.
         """
-        if not operators or beneath is None:
+        if all_there or not operators:
+            return operators
+        if beneath is None:
             return frozenset()
         blocks = blocks_of((reader or self._reader).index(beneath), operators)
         boxes_of: dict[str, list[tuple[str, Box]]] = {}
@@ -518,17 +518,14 @@ def say_unusable(directory: str, reasons: Sequence[str]) -> None:
 
 
 def checkpoint_in(shares: Sequence[Share], directory: str) -> MemoryCheckpoint:
-    """Returns the checkpoint of this name that memory has whole, or else has a part of: rather of what was due than of
-    what survivors sealed, which is then laid over that."""
+    """Returns the checkpoint of this name that memory has whole, or else a part of the snapshot that was due, or else
+    what survivors sealed."""
     candidates = [candidate for candidate in checkpoints_of(shares) if candidate.directory == directory]
-    return min(
-        candidates,
-        key=lambda candidate: 0 if candidate.is_complete else 1 + candidate.is_parting,
-    )
+    return min(candidates, key=lambda candidate: 0 if candidate.is_complete else 1 + candidate.is_parting)
 
 
 def say_kept(shares: Sequence[Share], directory: str) -> None:
-    """All ranks go back to this checkpoint: says which of them kept a newer step, if any did."""
+    """Announces, when all ranks go back to a checkpoint, which of them had kept a newer step."""
     checkpoint = checkpoint_in(shares, directory)
     newer = newer_than(checkpoint, shares)
     if newer is None:

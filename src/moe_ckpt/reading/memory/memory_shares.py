@@ -1,7 +1,7 @@
-"""Which checkpoints the nodes of a restarted job hold in memory, and where each rank's share comes from. Pure.
+"""Finds the checkpoints that the nodes of a restarted job hold in memory, and who holds each rank's share. Pure.
 
-A share is what one rank sealed of one snapshot. After a restart it may lie on any node, under any rank: its own node's,
-or, as a replica, a peer's. Ranks of the life that wrote it are called writers here, ranks of this life holders.
+A share is what one rank sealed of one snapshot. After a restart it may be on any node: that of the rank, or, as a copy,
+that of a peer. Ranks of the life that wrote it are called writers here, ranks of this life holders.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ class Share:
 
     Attributes:
         holder: Rank of this life.
-        node: Of the holder: ranks of one node reach each other's slots as files.
-        number: Among the holder's slots.
-        identity: Of the snapshot.
-        writer: Rank of that life.
-        writers: Ranks of that life.
+        node: The holder's node: ranks of one node reach each other's slots as files.
+        number: The slot's number among the holder's slots.
+        identity: Names the snapshot.
+        writer: Rank of the life that wrote it.
+        writers: How many ranks that life had.
         window: (first step, steps, place) of the sparse window that it is a step of; None if it stands by itself.
         base: Directory of the newest checkpoint on storage when it began; empty if there was none.
-        starts: How many in a row went on from it and got nowhere.
+        starts: How many starts in a row resumed from it and ended no step.
         freshness: What the writer's checksums showed (``ledger.freshness``).
-        sent: It is a copy of what the writer sent to peers, which is not all that it had.
-        since: Of a step of a gradient log, sequence of the first snapshot that it needs; None if it is none.
+        sent: It is a copy of what the writer sent to peers, which is not its whole share.
+        since: For a step of a gradient log, the number of the first snapshot that it needs; None for another snapshot.
         only: As of ``format.slot.SlotHeader``.
-        sealer: Likewise.
-        unagreed: The ranks had not agreed on its step's tokens, so that those of all ranks are needed to know them.
+        sealer: As of ``format.slot.SlotHeader``.
+        unagreed: The ranks had not agreed on the step's tokens, so that the counts of all ranks have to be added.
         groups: As of ``core.anchors.GradientGroups``.
         pieces: As of ``format.slot.SlotHeader``.
-        held: For each of ``pieces``, the number that this slot has among the holder's; -1 if the holder lacks it.
-        piece: Of a slot of gradients (``gradients_of``), as of ``format.slot.SlotHeader``.
+        held: For each of ``pieces``, the number of that slot of gradients among the holder's; -1 if it lacks the slot.
+        piece: For a slot of gradients (``gradients_of``), its ``place`` (``format.slot.SlotHeader``).
     """
 
     holder: int
@@ -73,12 +73,12 @@ class Share:
 
     @property
     def generation(self) -> int:
-        """The life of the run that wrote it."""
+        """The number of the life that wrote it."""
         return self.identity.generation
 
     @property
     def is_parting(self) -> bool:
-        """True if it was sealed besides what was due, because training stopped."""
+        """True if it was sealed because training stopped, although no snapshot was due."""
         return self.identity.parting
 
     @property
@@ -88,12 +88,12 @@ class Share:
 
     @property
     def is_own_at_parting(self) -> bool:
-        """True if it is all that its writer had when training stopped, as that rank sealed it itself."""
+        """True if its writer sealed its whole share itself when training stopped."""
         return self.sealer == self.writer and not self.only
 
     @property
     def snapshot(self) -> tuple[bool, int]:
-        """Names the snapshot within its life, and orders those by age: what is sealed when training stops is newest."""
+        """Names the snapshot within its life. The newest is the maximum: one sealed because training stopped."""
         return self.identity.parting, self.identity.number
 
     @property
@@ -105,7 +105,7 @@ class Share:
         return piece in self.pieces and self.held[self.pieces.index(piece)] >= 0
 
     def gradients_of(self, piece: int) -> Share:
-        """The slot of gradients with ``piece``, which the holder has."""
+        """Returns the holder's slot of gradients with ``piece``, which it ``has``."""
         number = self.held[self.pieces.index(piece)]
         return replace(self, number=number, only=GRADIENTS, piece=piece, sent=False, groups=(), pieces=(), held=())
 
@@ -122,11 +122,11 @@ def slot_key(writer: int, only: str, piece: int) -> SlotKey:
 
 
 class GradientPiece(NamedTuple):
-    """Slots of gradients of one snapshot, those of all writers with one place.
+    """The slots of gradients of one snapshot that have the same ``place``, one of each writer.
 
     Attributes:
         number: The place.
-        lacking: Writers whose slot nobody has.
+        lacking: Writers whose slot no rank holds.
     """
 
     number: int
@@ -135,16 +135,16 @@ class GradientPiece(NamedTuple):
 
 @dataclass(frozen=True)
 class MemoryCheckpoint:
-    """A checkpoint of which memory has something.
+    """A checkpoint of which memory has at least a part.
 
     Attributes:
         generation: Of the life that wrote it.
-        step: That it stands for.
-        writers: Ranks of that life.
+        step: The step whose state it has.
+        writers: How many ranks that life had.
         base: As of ``Share``.
-        snapshots: One, or those of a sparse window, or of a gradient log up to a step of it, in order.
-        states: Of writers whose share another rank sealed: who holds their plain state.
-        gradients: For each snapshot, the slots of gradients beside it that are needed; none where there are no such.
+        snapshots: One snapshot; or those of a sparse window, or of a gradient log up to its step, in order.
+        states: Writer -> who holds its plain state, for each writer whose share another rank sealed.
+        gradients: For each snapshot, the slots of gradients that are needed beside it; empty if it is no log.
     """
 
     generation: int
@@ -162,7 +162,7 @@ class MemoryCheckpoint:
 
     @property
     def is_complete(self) -> bool:
-        """Every writer's share of every snapshot is there, with its plain state and the gradients that are needed."""
+        """True if somebody holds every share of every snapshot, every plain state, and all gradients needed."""
         whole = (
             len(snapshot) == self.writers
             and all(writer in self.states for writer, shares in snapshot.items() if shares[0].is_lent)
@@ -186,14 +186,14 @@ class MemoryCheckpoint:
 
     @property
     def lost_writers(self) -> tuple[int, ...]:
-        """Writers whose share of some snapshot is nowhere."""
+        """Writers whose share of some snapshot no rank holds."""
         lacking = {writer for places in self.gradients for piece in places for writer in piece.lacking}
         present = set.intersection(*(set(snapshot) for snapshot in self.snapshots)) - lacking
         return tuple(writer for writer in range(self.writers) if writer not in present)
 
     @property
     def is_whole(self) -> bool:
-        """``is_complete``, and of every writer all that it had is there."""
+        """True if it is complete and every share is there as its writer sealed it, not only as peers got it."""
         writers = (shares for snapshot in self.snapshots for shares in snapshot.values())
         return self.is_complete and all(any(not share.sent for share in shares) for shares in writers)
 
@@ -229,7 +229,7 @@ _Key = tuple[str, tuple[bool, int]]
 
 
 def _by_snapshot(shares: Iterable[Share]) -> dict[_Key, list[Share]]:
-    """Plain state by itself is no snapshot; it stands behind what is."""
+    """Groups shares by their snapshots. Plain state by itself is no snapshot; it comes last in its snapshot's group."""
     by_snapshot: dict[_Key, list[Share]] = {}
     for share in sorted(shares, key=lambda one: one.only == STATE):
         key = share.identity.life, share.snapshot
@@ -239,15 +239,17 @@ def _by_snapshot(shares: Iterable[Share]) -> dict[_Key, list[Share]]:
 
 
 def snapshots_of(shares: Iterable[Share]) -> list[MemoryCheckpoint]:
-    """Each snapshot alone, with what it has in full, whether or not it is a checkpoint. Sparse windows and stale
-    snapshots are left out."""
+    """Returns each snapshot by itself, as if what it has in full were a checkpoint. Sparse windows and stale snapshots
+    are left out."""
     groups = (group for group in _by_snapshot(shares).values() if group[0].window is None)
     return [_checkpoint([group]) for group in groups if _may_be_built_upon(group)]
 
 
 def checkpoints_of(shares: Iterable[Share]) -> list[MemoryCheckpoint]:
-    """Checkpoints, newest first, of which memory has every step, or a part of their only step. Stale snapshots are left
-    out."""
+    """Returns the checkpoints of which memory has every step, or a part of the only step, newest first.
+
+    Stale snapshots are left out.
+    """
     by_snapshot = _by_snapshot(shares)
     places: dict[tuple[str, int], list[GradientPiece]] = {}
     windows: dict[tuple[str, int], dict[int, list[Share]]] = {}
@@ -258,7 +260,7 @@ def checkpoints_of(shares: Iterable[Share]) -> list[MemoryCheckpoint]:
         window, since = group[0].window, group[0].since
         if since is not None:
             sequence = group[0].identity.number
-            if sequence - since >= len(by_snapshot):  # some are lacking, however many it says
+            if sequence - since >= len(by_snapshot):  # so many snapshots are not there, whatever the slot says
                 continue
             groups = [by_snapshot.get((life, (False, number)), []) for number in range(since, sequence + 1)]
             if all(_may_be_built_upon(shares_of_step) for shares_of_step in groups):
@@ -277,11 +279,11 @@ def checkpoints_of(shares: Iterable[Share]) -> list[MemoryCheckpoint]:
 def _with_gradients(
     checkpoint: MemoryCheckpoint, places: dict[tuple[str, int], list[GradientPiece]]
 ) -> MemoryCheckpoint:
-    """The checkpoint with the slots of gradients that lead to it: those of operators that it has no newer anchor of.
+    """Returns the checkpoint with the slots of gradients that lead to it: those of operators without a newer anchor.
 
     Args:
         checkpoint: A step of a log.
-        places: Those of each snapshot, which other checkpoints have, too; filled here.
+        places: (life, number) -> the slots of gradients of a snapshot, which other checkpoints share; filled here.
     """
     live = {group for groups in _any_of(checkpoint.snapshots[-1]).groups for group in groups}
     gradients = []
@@ -296,7 +298,7 @@ def _with_gradients(
 
 
 def _lacking(snapshot: Snapshot, piece: int) -> frozenset[int]:
-    """Writers that sealed a slot of gradients which nobody has."""
+    """Returns the writers that sealed a slot of gradients which no rank holds."""
     return frozenset(
         writer
         for writer, shares in snapshot.items()
@@ -308,8 +310,8 @@ def without(shares: Iterable[Share], bad: Collection[tuple[int, int]]) -> list[S
     """Returns the shares without damaged slots.
 
     Args:
-        shares: Those that are known.
-        bad: (holder, number) of slots in which damage was found.
+        shares: The shares that are known.
+        bad: (holder, number) of each damaged slot.
     """
     intact = []
     for share in shares:
@@ -322,12 +324,12 @@ def without(shares: Iterable[Share], bad: Collection[tuple[int, int]]) -> list[S
 
 
 def without_log(shares: Iterable[Share], generation: int) -> list[Share]:
-    """Returns the shares without those of a life's gradient log that updates lead to; full ones stay."""
+    """Returns the shares without the steps of a life's gradient log, except those that were saved in full."""
     return [share for share in shares if share.generation != generation or share.since in (None, share.identity.number)]
 
 
 def _may_be_built_upon(group: Sequence[Share]) -> bool:
-    """Whether there is something of a snapshot, which is not stale."""
+    """Returns whether there is a share of the snapshot, and the snapshot is not stale."""
     return bool(group) and of_all(share.freshness for share in group) != STALE
 
 
@@ -346,7 +348,7 @@ def _checkpoint(groups: Sequence[Sequence[Share]]) -> MemoryCheckpoint:
 
 
 def _by_writer(group: Iterable[Share], *, state: bool) -> dict[int, list[Share]]:
-    """Who holds each writer's share, or plain ``state`` by itself."""
+    """Returns writer -> its shares, or, if ``state``, its plain state by itself."""
     by_writer: dict[int, list[Share]] = {}
     for share in sorted(group, key=lambda one: (one.writer, one.holder, one.number)):
         if (share.only == STATE) == state:
@@ -359,9 +361,9 @@ class LeftBehind:
     """A checkpoint that memory had, and from which no run can resume.
 
     Attributes:
-        step: The newest of which some node still holds a part; None if no node holds anything.
-        writers: Ranks of the life that wrote it, whose shares no node holds, undamaged. Empty where no share is missing
-            (its sparse window was not complete), or where an older step is whole, which the run cannot use.
+        step: The newest step of which some node still holds a part; None if no node holds anything.
+        writers: Ranks of the life that wrote it, whose shares no node holds undamaged. Empty if no share is missing
+            (its sparse window was not complete), or if an older step is whole and the run cannot use it.
     """
 
     step: int | None = None
@@ -369,12 +371,12 @@ class LeftBehind:
 
 
 def left_behind(checkpoints: Sequence[MemoryCheckpoint], generation: int, step: int) -> LeftBehind | None:
-    """The checkpoint in memory that a run loses when it resumes from storage; None if memory has nothing newer.
+    """Returns the checkpoint in memory that a run loses by resuming from storage; None if memory has nothing newer.
 
     Args:
-        checkpoints: Those of which memory has a part.
-        generation: The life that wrote the checkpoint that the run resumes from.
-        step: Likewise.
+        checkpoints: The checkpoints of which memory has a part.
+        generation: Of the life that wrote the checkpoint from which the run resumes.
+        step: Of that checkpoint.
     """
     if not checkpoints:
         return LeftBehind()
@@ -389,10 +391,10 @@ def left_behind(checkpoints: Sequence[MemoryCheckpoint], generation: int, step: 
 
 
 def beneath_of(checkpoint: MemoryCheckpoint, snapshots: Iterable[MemoryCheckpoint]) -> list[MemoryCheckpoint]:
-    """Those of ``snapshots``, from ``snapshots_of``, that may give experts that ``checkpoint`` lacks, oldest first.
+    """Returns the ``snapshots`` (``snapshots_of``) that may give experts that ``checkpoint`` lacks, oldest first.
 
-    Earlier snapshots of its life that were due, and what survivors sealed of the very same step. Of steps of a gradient
-    log they give what was saved in full.
+    These are earlier snapshots of its life that were due, and what survivors sealed of its own step. A step of a
+    gradient log gives the experts that it saved in full.
     """
     if checkpoint.is_window:
         return []
@@ -424,8 +426,8 @@ def newer_than(checkpoint: MemoryCheckpoint, shares: Iterable[Share]) -> LeftBeh
 
 
 def teller_of(snapshot: Snapshot) -> int:
-    """Returns the writer from whose slot the state that all ranks share is read: one that knew all ranks' tokens, if
-    there is any."""
+    """Returns the writer from whose slot the contents and facts are read: if there is one, a writer that knew the
+    tokens of all ranks."""
     return min(snapshot, key=lambda writer: (fullest(snapshot[writer]).unagreed, writer))
 
 
@@ -435,19 +437,20 @@ def is_agreed(snapshot: Snapshot) -> bool:
 
 
 def fullest(shares: Sequence[Share]) -> Share:
-    """The share that has everything that any of these shares of one writer has."""
+    """Returns the share of one writer that has everything that its other copies have."""
     return min(shares, key=lambda share: share.sent)
 
 
 def nearest(shares: Sequence[Share], rank: int, node: str) -> Share:
-    """The holder that ``rank``, on ``node``, takes a share from: its own memory, else its node's, else any other."""
+    """Returns the copy of a share that ``rank``, on ``node``, uses: its own, else its node's, else another node's."""
     return min(shares, key=lambda share: (share.holder != rank, share.node != node, share.holder, share.number))
 
 
 def base_of(checkpoint: MemoryCheckpoint, stored: Sequence[tuple[int, int, str]]) -> list[str]:
-    """Checkpoints on storage that an incomplete state of the model may be completed from, best first.
+    """Returns the checkpoints on storage that may complete a part of the model's state in memory, best first.
 
-    Only what the same life wrote, or came from: another branch of the run has other states at the same steps.
+    These are checkpoints that the same life wrote or resumed from, since another branch of the run has other states at
+    the same steps.
 
     Args:
         checkpoint: In memory.

@@ -1,8 +1,7 @@
-"""Slots of memory read as the files of a store, so that whatever reads, proves and verifies a store does so with them;
-and a checkpoint of which they give a part, as it is opened.
+"""Reads slots of memory as the files of a store, so that a store's reader can prove, verify and restore them.
 
-A slot's part is the shard that storage would have: its header, then its bytes. Bytes on other nodes are fetched before
-anything reads them.
+Each part of a slot is the shard that storage would have: its header, then its bytes. Bytes on other nodes are fetched
+before anything reads them.
 """
 
 from __future__ import annotations
@@ -48,8 +47,8 @@ class SlotFile:
         share: The slot.
         part: Number of the part in the slot, or ``STATE``.
         header: The file's first bytes, which every rank has.
-        begin: Byte of the slot at which the rest begins.
-        nbytes: Of the rest.
+        begin: Byte of the slot at which the rest of the file begins.
+        nbytes: Bytes of that rest.
     """
 
     share: Share
@@ -61,18 +60,18 @@ class SlotFile:
 
 @dataclass
 class _Fetched:
-    """Bytes of a file that came from another node. begin: of the file's part that follows its header."""
+    """Bytes of a file that came from another node. begin: first byte, counted from the end of the file's header."""
 
     begin: int
     data: torch.Tensor
 
 
 _Places = Mapping[tuple[int, int, int], Sequence[_Fetched]]
-"""(holder, slot, part) -> where the bytes of it go that this rank wants, in order."""
+"""(holder, slot, part) -> memory for the bytes that this rank fetches of it, in order."""
 
 
 def _place_of(places: _Places, run: SlotSpan) -> torch.Tensor:
-    """Where bytes go that this rank wants."""
+    """Returns the memory for a span of what this rank fetches."""
     among = places[run[:3]]
     target = among[bisect_right(among, run.begin, key=lambda fetched: fetched.begin) - 1]
     return target.data[run.begin - target.begin : run.end - target.begin]
@@ -80,17 +79,17 @@ def _place_of(places: _Places, run: SlotSpan) -> torch.Tensor:
 
 @dataclass
 class SlotStorage:
-    """A store as ``storage`` has it, but for ``files``, which come from slots.
+    """A store of which some ``files`` are read from slots.
 
     Attributes:
         storage: Of the store.
         comm: The ranks.
-        node: This rank's.
-        slots: This rank's that ``files`` need, by their number. No others: whoever knows a slot holds its memory.
-        paths: (holder, number) -> where the slot lies; only those of this node are opened.
+        node: This rank's node.
+        slots: Number -> slot, of this rank's slots that ``files`` need. No others: a reference keeps a slot's memory.
+        paths: (holder, number) -> path of the slot; only slots of this node are opened.
         files: Path -> what is read instead of the store's file.
-        checker: Has verified some of this rank's slots, if any.
-        places: Where memory is, for people: what this rank reaches as files, and the rest; or all of it.
+        checker: Verifies some of this rank's slots ahead of time; None if nothing does.
+        places: Names of places for people: the memory that this rank reaches as files, and the rest; or one for all.
     """
 
     storage: ReadableStorage
@@ -128,7 +127,7 @@ class SlotStorage:
         return any(path not in self.files for path, _, _ in spans)
 
     def fetch(self, spans: Iterable[Span]) -> int:
-        """Receive what lies on other nodes: once for each node, whose ranks then share it. A collective.
+        """Receives bytes from other nodes: once for each node, whose ranks then share them. A collective.
 
         Args:
             spans: What this rank is going to read.
@@ -171,7 +170,7 @@ class SlotStorage:
         return received
 
     def _far(self, spans: Iterable[Span]) -> Iterable[Span]:
-        """What of ``spans`` lies on other nodes, counted from the end of each file's header."""
+        """Yields the spans that are on other nodes only, counted from the end of each file's header."""
         for path, begin, end in spans:
             file = self.files.get(path)
             if file is not None and file.nbytes and file.share.node != self.node:
@@ -179,7 +178,7 @@ class SlotStorage:
                 yield path, max(0, begin - skipped), max(0, end - skipped)
 
     def _bytes_of(self, path: str, begin: int, end: int) -> memoryview:
-        """Bytes of a file, counted from the end of its header."""
+        """Returns bytes of a file, counted from the end of its header."""
         file = self.files[path]
         if file.share.node == self.node:
             return _part_of(self._open(file.share), file.part)[begin:end].numpy().data
@@ -204,7 +203,7 @@ class SlotStorage:
     # --- ReadableStorage ---
 
     def read(self, path: str, offset: int = 0, nbytes: int | None = None) -> Chunk:
-        """See ``ReadableStorage``. Without a copy where the bytes lie in one piece."""
+        """See ``ReadableStorage``. Copies nothing unless both header and data are read."""
         file = self.files.get(path)
         if file is None:
             return self.storage.read(path, offset, nbytes)
@@ -225,12 +224,12 @@ class SlotStorage:
         return path in self.files or self.storage.exists(path)
 
     def list(self, path: str = "") -> list[str]:
-        """See ``ReadableStorage``; without what is in memory only."""
+        """See ``ReadableStorage``; lists only what the store has."""
         return self.storage.list(path)
 
 
 def _part_of(slot: FoundSlot, number: int) -> torch.Tensor:
-    """The bytes of one part of a slot, to its end."""
+    """Returns the bytes of one part of a slot, and what follows it in the slot."""
     header = slot.header
     if number == STATE:
         return torch.frombuffer(bytearray(header.state), dtype=torch.uint8)
@@ -238,7 +237,7 @@ def _part_of(slot: FoundSlot, number: int) -> torch.Tensor:
 
 
 def _joined(spans: Iterable[Span]) -> list[Span]:
-    """The same bytes in as few spans as there are gaps."""
+    """Returns the spans sorted, with those joined that overlap or adjoin."""
     joined: list[Span] = []
     for path, begin, end in sorted(set(spans)):
         if joined and joined[-1][0] == path and begin <= joined[-1][2]:
@@ -249,14 +248,14 @@ def _joined(spans: Iterable[Span]) -> list[Span]:
 
 
 class RankMemory(Protocol):
-    """The memory of a run as far as one rank reaches it: a tier of ``engine``, or whoever looks from outside.
+    """The memory that one rank has of a run: a tier of a session, or directories that a command looks at.
 
     Attributes:
-        node: Names what reaches its slots: this machine, or this process.
-        model: That is trained.
+        node: Names this machine, or, for private memory, this process: who can read its slots as files.
+        model: The model that is trained.
         complete_step: Step of the newest checkpoint that the ranks hold.
-        outlives_process: It keeps snapshots by itself; else a commit on storage makes them checkpoints.
-        run_id: Of the store.
+        outlives_process: Snapshots in it are checkpoints by themselves; else a commit on storage makes them so.
+        run_id: Names the run that the store belongs to.
         root: ``Memory(directory=...)``; empty for a process's own memory.
     """
 
@@ -282,8 +281,8 @@ class LoggedSnapshot:
     """One snapshot of a gradient log.
 
     Attributes:
-        manifest: Of what it holds in full, and of the ranks' plain states.
-        gradients: What it holds of them, of all ranks.
+        manifest: Names what it holds in full, and the ranks' plain states.
+        gradients: The consumed gradients that it holds, of all ranks.
     """
 
     manifest: Manifest
@@ -295,14 +294,15 @@ class OpenedMemory:
     """A checkpoint of which memory gives at least a part.
 
     Attributes:
-        reader: Reads it.
-        slots: What of it is in memory.
-        manifest: Of it.
-        beneath: The checkpoint on storage that it is, or that it is laid over; None if storage has nothing of it.
-        fresh: Operators that memory has, and storage not as of the same step -> ``[L, E]`` tokens that experts have
-            seen as of that step.
-        logged: Its snapshots, if it is a step of a gradient log; the manifest says the step of each anchor then.
-        chained: Operators whose anchors gradients bring to its step. The others are as the manifest says.
+        reader: Reads the checkpoint.
+        slots: The part that is in memory.
+        manifest: Of the checkpoint.
+        beneath: The checkpoint on storage that it is, or that it is laid over; None if storage has no part of it.
+        fresh: Operator -> ``[L, E]`` tokens that experts have seen as of its version, for each operator that memory has
+            in a version that storage lacks.
+        logged: Its snapshots, if it is a step of a gradient log; the manifest then has the step of each anchor.
+        chained: Operators that gradients or a replay bring from their anchors to its step. The others are loaded as of
+            the step in the manifest.
     """
 
     reader: StoreReader
@@ -314,8 +314,10 @@ class OpenedMemory:
     chained: frozenset[str] = frozenset()
 
     def tokens_from_memory(self, operators: Iterable[str]) -> Counts | None:
-        """Returns ``[L, E]`` tokens seen by those experts among ``operators`` that storage has older; None if it has
-        all."""
+        """Returns ``[L, E]`` tokens seen by those experts among ``operators`` that storage has in older versions only.
+
+        Returns None if there are none.
+        """
         chosen = self.fresh.keys() & set(operators)
         seen = np.zeros_like(np.asarray(self.manifest.tokens["applied"], dtype=np.int64))
         for operator in chosen:

@@ -6,22 +6,14 @@ import json
 import struct
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from moe_ckpt.core.step import Contents, Facts, Step
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.errors import DamagedError
-from moe_ckpt.format.manifest import (
-    FileRecord,
-    Manifest,
-    OperatorRecord,
-    StateRecord,
-    kind_of,
-    shard_path,
-    state_path,
-)
+from moe_ckpt.format.manifest import FileRecord, Manifest, OperatorRecord, StateRecord, kind_of, shard_path, state_path
 from moe_ckpt.format.sealed import Fragment, digest, encode_json
 from moe_ckpt.format.shard import ShardHeader, decode_header
 from moe_ckpt.format.slot import GRADIENTS as GRADIENTS_ALONE
@@ -149,10 +141,17 @@ def unpacked_headers(raw: bytes) -> Iterable[UnpackedHeader]:
 
 
 class SlotFiles:
-    """The slots of one snapshot as the files of a directory."""
+    """The slots of one snapshot as the files of a directory.
 
-    def __init__(self, directory: str, step: int) -> None:
-        self.directory, self.step = directory, step
+    Args:
+        directory: Name of the directory.
+        step: Of the snapshot.
+        checkpoint: What the snapshot is, or is a step of.
+        snapshot: Facts of the snapshot.
+    """
+
+    def __init__(self, directory: str, step: int, checkpoint: MemoryCheckpoint, snapshot: SnapshotFacts) -> None:
+        self.directory, self.step, self.checkpoint, self.snapshot = directory, step, checkpoint, snapshot
         self.files: dict[str, SlotFile] = {}
         self.records: dict[str, list[FileRecord]] = {}
         self.headers: dict[FileRecord, ShardHeader] = {}
@@ -185,44 +184,36 @@ class SlotFiles:
             self.headers[record] = header
 
     def slices(self, *kinds: str) -> Iterator[StoredSlice]:
-        """Yields the slices of operators in the parts of these kinds; by default of all but consumed gradients."""
+        """Yields the slices of operators in shards of these kinds; by default in all but those of gradients."""
         for kind in kinds or (kind for kind in self.records if kind != GRADIENTS):
             for record in self.records.get(kind, ()):
                 yield from (StoredSlice(entry, record) for entry in self.headers[record].slices if entry.operator)
 
     def operators(self, kind: str) -> frozenset[str]:
-        """Returns the operators of which parts of a kind hold something."""
+        """Returns the operators that have slices in shards of this kind."""
         return frozenset(stored.entry.operator for stored in self.slices(kind))
 
     @property
     def host_only(self) -> frozenset[str]:
-        """Operators of which the slots hold something that this snapshot does not bring to storage."""
+        """Operators that have slices which this snapshot does not bring to storage."""
         return self.operators(HOST_ONLY)
 
     def known_to(self, stored: Manifest) -> dict[str, SlotFile]:
-        """The files that are byte for byte those of a checkpoint on storage, and those that never go there."""
+        """Returns the files that are byte for byte those of a checkpoint on storage, and those that never go there."""
         unchanged = {record.path for record in self.headers.keys() & set(stored.files)}
         unchanged |= {record.path for record in set(self.states).intersection(stored.states)}
         unchanged |= {record.path for record in self.records.get(HOST_ONLY, ())}
         return {path: file for path, file in self.files.items() if path in unchanged}
 
 
-class Layer(NamedTuple):
-    """An earlier snapshot, of which experts may be taken."""
-
-    part: SlotFiles
-    checkpoint: MemoryCheckpoint
-    facts: SnapshotFacts
-
-
 class LaidSnapshots:
-    """The newest version of every operator, as snapshots are laid over one another.
+    """Snapshots in memory, laid over a checkpoint on storage and over one another: the newest of each operator counts.
 
     Attributes:
-        files: Of all of them.
-        operators: Their versions, by numbers of ``files``.
+        files: The files of all of them.
+        operators: The newest version of each operator.
         slots: Path -> slot, of those files that are slots.
-        fresh: See ``OpenedMemory``.
+        fresh: As of ``OpenedMemory``.
     """
 
     def __init__(self, files: list[FileRecord], operators: dict[str, OperatorRecord]) -> None:
@@ -230,19 +221,11 @@ class LaidSnapshots:
         self.slots: dict[str, SlotFile] = {}
         self.fresh: dict[str, Counts] = {}
 
-    def lay(
-        self,
-        part: SlotFiles,
-        facts: SnapshotFacts,
-        *,
-        stored: Iterable[str] | None = None,
-        host_only: Iterable[str] = (),
-    ) -> None:
-        """Lays a part on top.
+    def lay(self, part: SlotFiles, *, stored: Iterable[str] | None = None, host_only: Iterable[str] = ()) -> None:
+        """Lays the slots of a snapshot on top.
 
         Args:
-            part: Of one snapshot.
-            facts: Of the same.
+            part: The slots.
             stored: Operators that the part has in full and that go to storage; None to leave them all out.
             host_only: Operators that the part has in full and that stay in host memory.
         """
@@ -256,11 +239,10 @@ class LaidSnapshots:
         laid |= {op: OperatorRecord(part.step, shards[HOST_ONLY]) for op in host_only}
         self.operators |= laid
         if laid:
-            self.fresh |= dict.fromkeys(laid, facts.require_facts(part.step).applied)
+            self.fresh |= dict.fromkeys(laid, part.snapshot.require_facts(part.step).applied)
 
     def brought_to(self, contents: Contents, facts: Facts) -> frozenset[str]:
-        """Returns the operators whose anchors are brought to one step, by gradients or by a replay, and so become as of
-        that one."""
+        """Returns the operators that gradients or a replay bring from their anchors to the checkpoint's step."""
         brought = frozenset(contents.gradients or self.operators.keys() - set(contents.full))
         self.fresh |= dict.fromkeys(brought if contents.gradients else self.operators, facts.applied)
         return brought
@@ -272,12 +254,12 @@ class LaidSnapshots:
 
 
 def shares_of(slots: Sequence[FoundSlot], holder: int, node: str) -> list[Share]:
-    """Returns the shares that a rank offers. Slots of gradients are no shares; those that they lie beside name them.
+    """Returns the shares that a rank offers. A slot of gradients is no share; the share sealed with it names it.
 
     Args:
-        slots: All that it has.
-        holder: That rank.
-        node: Its node.
+        slots: All slots of the rank.
+        holder: The rank.
+        node: The rank's node.
     """
 
     def key(header: SlotHeader) -> tuple[str, int, int]:

@@ -144,19 +144,23 @@ def homes_of(tensors: Mapping[str, Iterable[StoredSlice]]) -> Mapping[str, str]:
 
 def build_index(manifest: Manifest, headers: Mapping[str, ShardHeader]) -> TensorIndex:
     """Returns the index of a manifest. Raises ``DamagedError`` if the header of a shard contradicts it."""
-    files_of = {id(record): frozenset(record.files) for record in manifest.distinct_records}
+    versions_in: dict[FileRecord, set[int]] = {}
+    for operator_record in manifest.distinct_records:
+        for file in operator_record.files:
+            versions_in.setdefault(file, set()).add(id(operator_record))
     tensors: dict[str, list[StoredSlice]] = {}
     side: dict[str, StoredSlice] = {}
     replay: dict[int, dict[str, list[StoredSlice]]] = {}
     for record in manifest.files:
         is_of_step = record.path.startswith(f"{manifest.directory}/")
+        versions = versions_in.get(record, set())
         for entry in headers[record.path].slices:
             stored = StoredSlice(entry, record)
             if entry.key.startswith(REPLAY):
                 replay.setdefault(record.step, {}).setdefault(entry.key.removeprefix(REPLAY), []).append(stored)
             elif entry.operator:
                 version = manifest.operators.get(entry.operator)
-                if version is None or record not in files_of[id(version)]:
+                if version is None or id(version) not in versions:
                     continue
                 if version.step != record.step:
                     raise stored.damaged(f"the manifest has {entry.operator} at step {version.step}")

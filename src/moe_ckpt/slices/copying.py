@@ -180,8 +180,13 @@ class CopyStep:
         into = memory[self.begin : self.end]
         first = self.sources[0]
         if self.shape is not None or not first.is_cpu:
-            begin = 0
-            for source in _gathered_there(self.sources):
+            sources, begin = self.sources, 0
+            if len(sources) > 1:
+                try:
+                    sources = (torch.cat(sources),)
+                except torch.OutOfMemoryError:
+                    say_full()
+            for source in sources:
                 end = begin + source.numel() * self.dtype.itemsize
                 transfer(source, into[begin:end], self.dtype, self.shape or (-1,))
                 begin = end
@@ -189,17 +194,6 @@ class CopyStep:
             np.copyto(into.numpy(), self._bytes)  # copy_ would take all cores
         else:
             torch.cat(self.sources, out=into.view(self.dtype))
-
-
-def _gathered_there(sources: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Returns sources as one, if their device has room for it."""
-    if len(sources) == 1:
-        return sources
-    try:
-        return (torch.cat(list(sources)),)
-    except torch.OutOfMemoryError:
-        say_full()
-        return sources
 
 
 @cache

@@ -19,21 +19,21 @@ from moe_ckpt.format.sealed import parse_json
 
 PROFILE_KIND = "moe_ckpt.profile"
 MAX_PROFILE_BYTES = 1 << 28
-"""Of a file that is read at all; a thousand lives of a large model take a few MB."""
+"""A larger file is not read; a thousand lives of a large model take a few MB."""
 
 
 @dataclass(frozen=True)
 class OperatorRow:
-    """One operator, or ``count`` experts of a layer that follow one another and weigh the same.
+    """One operator, or ``count`` experts of a layer that follow one another and have the same size.
 
     Attributes:
-        id: Of the first.
-        elements: Parameters of one.
-        full_bytes: one's weights and optimizer state, of all ranks together.
-        compute_bytes: What forward and backward read of one.
-        stage: Pipeline stage that holds it.
-        gradient_bytes: What the optimizer consumes of one in an update; None if unknown.
-        weight_bytes: Of ``full_bytes``, the model's own weights.
+        id: Of the first operator.
+        elements: Parameters of one operator.
+        full_bytes: Weights and optimizer state of one operator, all ranks together.
+        compute_bytes: Compute weights of one operator.
+        stage: Pipeline stage of the operators.
+        gradient_bytes: Gradients of one operator that an update consumes; None if unknown.
+        weight_bytes: The part of ``full_bytes`` that is the model's own weights.
     """
 
     id: str
@@ -186,7 +186,12 @@ def _model(rows: Mapping[str, Iterable[Mapping[str, Any]]]) -> str:
 
 
 def encode_profile(fingerprint: str, model: str, lives: Sequence[str]) -> bytes:
-    """model, lives: as the functions above encode them, so that what is known to be the same is encoded once."""
+    """Returns the bytes of a profile.
+
+    Args:
+        fingerprint: ``Catalog.fingerprint`` of the model.
+        model, lives: Results of ``encode_model`` and ``encode_life``, which callers keep if they do not change.
+    """
     head = f'"kind": "{PROFILE_KIND}", "format_version": {FORMAT_VERSION}, "fingerprint": {json.dumps(fingerprint)}'
     listed = ",\n  ".join(lives)
     return f'{{{head},\n"model": {model},\n"lives": [\n  {listed}\n]}}\n'.encode()
@@ -197,15 +202,15 @@ def _lines(rows: Iterable[Mapping[str, Any]]) -> str:
 
 
 def earlier_lives(raw: bytes | bytearray, path: str) -> tuple[str, str, list[str]]:
-    """Returns what ``encode_profile`` was given, as text. Whether its numbers make sense is for readers to judge.
+    """Returns the arguments of ``encode_profile`` for a file. The numbers are not checked.
 
     Args:
         raw: A file that may be a profile.
         path: For messages.
 
     Raises:
-        FormatVersionError: It is of another version.
-        DamagedError: It is no profile.
+        FormatVersionError: The profile is of another version.
+        DamagedError: The file is no profile.
     """
     body = parse_json(raw, path)
     if not isinstance(body, dict) or body.get("kind") != PROFILE_KIND:

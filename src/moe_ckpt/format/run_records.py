@@ -1,8 +1,8 @@
 """The records of a run as a whole.
 
-store.json: which run and which model a store belongs to. finished.json: that the run ended after its newest checkpoint,
-and what other callbacks held then. That checkpoint cannot say so itself: it is committed before the last validation and
-what follows it, which a restart has to make up for if they did not happen.
+``store.json`` names the run and the model of a store. ``finished.json`` says that the run ended after its newest
+checkpoint, and has the states of other callbacks at the end. The checkpoint itself cannot say that, since it is
+committed before the last validation, which a restart must repeat if it did not happen.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from moe_ckpt.format.tree import decode_tree, encode_tree
 FINISHED_NAME = "finished.json"
 _END = "moe_ckpt.finished"
 _MAX_TENSOR_BYTES = 1 << 16
-"""Of one callback: scores and paths are kept, averaged weights are not."""
+"""The most tensor bytes of one callback: scores and paths are recorded, averaged weights are not."""
 _STORE = "moe_ckpt.store"
 _STORE_FIELDS: Schema = {"run_id": text, "fingerprint": text, "created_unix_secs": number(most=MOST_UNIX_SECS)}
 
@@ -90,7 +90,7 @@ class Finished:
     callbacks: Mapping[str, Any] = field(default_factory=dict)
 
     def encode(self) -> bytes:
-        """Returns the sealed document. States that it cannot hold, or that are large, are left out."""
+        """Returns the sealed document. States that cannot be encoded, or are large, are left out."""
         callbacks, tensors = {}, {}
         for position, (name, state) in enumerate(self.callbacks.items()):
             try:
@@ -110,8 +110,8 @@ class Finished:
         """Returns the record. ``path`` is for messages only.
 
         Raises:
-            DamagedError: It is not what was written.
-            FormatVersionError: It is of a version that this package does not read.
+            DamagedError: The document is not as it was written.
+            FormatVersionError: The document is of a version that this package does not read.
         """
         body = unseal(raw, path)
         check_version(body, path, _END)

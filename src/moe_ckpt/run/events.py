@@ -1,7 +1,7 @@
-"""The record of each step, and the events that a session sends to its observers. It does the same without any.
+"""The record of each step, and the events that a session sends to its observers. Observers do not change what it does.
 
-Observers are called on the training thread, on every rank, in the order in which they were given to the session. What
-one raises ends training, so that an observer whose work may fail catches its errors itself.
+Observers are called on the training thread, on every rank, in their order. An error of an observer ends training, so
+that one whose work may fail catches its errors itself.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from moe_ckpt.slices.assignment import ComputeTypes
 
 @dataclass(frozen=True)
 class StepRecord:
-    """The record of checkpointing at one step, with the token counts and PLT of that step. Bytes are this rank's tensor
-    bytes.
+    """The record of checkpointing at one step, with the token counts and PLT of that step. Bytes are tensor bytes of
+    this rank.
 
     On several ranks the counts of a step are exchanged while the next one is computed, so tokens, PLT and committed
     checkpoints are those of the step before; after the end of training the newest record is complete.
 
     Attributes:
         step: Optimizer step.
-        begun: A snapshot was started.
-        skipped: One was due, but dropped because earlier ones were still being written.
+        begun: A snapshot began.
+        skipped: A snapshot was due, but was left out because earlier ones were still being written.
         waited: Training waited for earlier snapshots, because no buffer was free on this rank.
         skips: Checkpoints left out since this start of the run because earlier ones were still being written: those
             ``skipped``, and those that were due on storage and stayed in memory. A window counts once, at its first
@@ -39,7 +39,7 @@ class StepRecord:
         experts_saved: Experts that go to storage, of all ranks.
         k: Experts per layer that the policy sends to storage, if it has such a number.
         plt_budget_left: The rest of the policy's PLT budget, if it has one.
-        oldest_expert_steps: Steps since the state of the expert whose newest committed copy is the oldest.
+        oldest_expert_steps: Age in steps of the newest committed copy of an expert, of the expert whose copy is oldest.
         stall_secs: Time that checkpointing kept the training thread since the last record: waits, copies that it makes
             itself, Python, metrics and loggers, in every hook of the trainer, the optimizers and the model's layers.
             Not in it: ``agree_secs``, kernels that were queued on a device or compiled into the model, and what threads
@@ -54,8 +54,7 @@ class StepRecord:
         mlt_newest: MLT of the run's newest recovery; None before the first.
         mlt_worst: The highest MLT of a recovery of the run so far; None as before.
         lost_tokens: Lost in all recoveries of the run.
-        owed_tokens: Lost tokens that boosted experts still have to make up; None without a capacity boost in this
-            process.
+        owed_tokens: Lost tokens that boosted experts must still make up; None without a capacity boost in this process.
         routed_tokens: Token assignments whose update ran, of all ranks, since the run began.
         committed_step: Newest committed step; None before the first.
         failed_checkpoints: Checkpoints that failed since this start of the run.
@@ -70,8 +69,8 @@ class StepRecord:
         replica_sent_nbytes: Bytes sent to peers since this start of the run.
         replica_saved_nbytes: Bytes of the copies on peers that were not sent, because the peers hold the same training
             state.
-        gradient_factor: How many times more the operators that this step's snapshot has for peers and storage would
-            weigh in full, of the whole model; None if it has no gradients in place of full state.
+        gradient_factor: Bytes of this step's operators for peers and storage in full, over their bytes in the snapshot,
+            for the whole model; None if the snapshot has no gradients in place of full state.
         bubble_nbytes: Bytes copied or sent to peers, since this start of the run, while the pipeline schedule left this
             rank idle; 0 if copies do not wait for that (``bubbles``).
         beside_nbytes: The same at all other times, mostly during compute.
@@ -122,11 +121,11 @@ class StepRecord:
 
 @dataclass(frozen=True)
 class Opened:
-    """The store is open and the threads run. The fields stay valid as long as they do.
+    """The store is open and the threads run. The fields are valid until ``Closed``.
 
     Attributes:
         catalog: Of the model.
-        placement: Which rank holds what.
+        placement: Ranks of the operators.
         policy: ``Policy.describe()``.
         run_id: Of the store.
         generation: Life of the run.
@@ -152,7 +151,7 @@ class Loaded:
     """The tensors of a checkpoint are loaded; a sparse window's other steps have yet to be computed again.
 
     Attributes:
-        planned_unix_secs: When it was known what comes from where; None if nobody noted it.
+        planned_unix_secs: Time at which the recovery plan was made; None if it was not noted.
     """
 
     planned_unix_secs: float | None = None
@@ -182,10 +181,10 @@ class SnapshotBegan:
     """A snapshot began.
 
     Attributes:
-        nbytes: That this rank writes of it.
-        layout_changes: How often the set of tensors was another one than before (``Layout.changes``).
+        nbytes: Bytes that this rank writes.
+        layout_changes: How often the set of tensors has changed (``LiveState.changes``).
         specs: The tensors of all ranks.
-        compute_types: What kernels read of the parameters.
+        compute_types: Types in which kernels read the parameters.
         held_alike: Each rank holds all training state, as under plain data parallelism.
     """
 
@@ -205,15 +204,15 @@ class SnapshotEnded:
 
 @dataclass(frozen=True)
 class StepEnded:
-    """An optimizer step is done, and what it called for has begun.
+    """An optimizer step is done, and its snapshot has begun if one was due.
 
     Attributes:
         record: Of the step.
         final_at: ``time.perf_counter`` of the moment when its state was final.
         loaded: A snapshot was under way during the step.
-        measured: What the ranks measured.
-        run_ledger: The session's; later calls of it change them.
-        specs: Gives the tensors of all ranks.
+        measured: Measurements of the ranks.
+        run_ledger: Of the session, which later steps change.
+        specs: Returns the tensors of all ranks.
     """
 
     record: StepRecord
@@ -237,7 +236,7 @@ class TrainingEnded:
     """Training ended.
 
     Attributes:
-        record: The newest, with all that the ranks had still to agree on.
+        record: The newest, with the last agreement.
         run_ledger: See ``StepEnded``.
     """
 

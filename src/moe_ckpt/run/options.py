@@ -17,7 +17,7 @@ from moe_ckpt.run import read_ahead
 from moe_ckpt.storage.local import ACCESS
 
 _LONGEST_WAIT_SECS = 30 * 86_400.0
-"""A month: longer than any peer is worth waiting for, and short enough for every clock that it is handed to."""
+"""A month: longer than it is useful to wait for a peer, and short enough for every function that takes a timeout."""
 RESUME = ("auto", "extend", "never")
 ON_READ_ERROR = ("stop", "fallback")
 _FOR_ADAPTERS = ("max_in_flight", "pinned", "local_ranks")
@@ -97,7 +97,7 @@ class Settings:
                 raise ConfigError(f"{name}={value!r}: must be a whole number greater than 0")
 
     def _set(self, name: str, value: Any) -> None:
-        """Replaces a field that was given as text or as a path object by the number or text that it stands for."""
+        """Replaces a field that is text or a path object by the number or text for which it stands."""
         object.__setattr__(self, name, value)
 
 
@@ -180,7 +180,8 @@ class Options(Settings):
             )
 
     def _require_steps_without_storage(self) -> None:
-        """Of a policy that sends gradients to peers: storage gets full state, and so do they at the same steps."""
+        """Refuses a policy that sends gradients to peers if each step goes to storage: then peers get full state,
+        too."""
         needs, memory = self.needs, self.memory
         if needs.gradients and needs.replicas and memory is not None and memory.cadence.every == 1:
             raise ConfigError(
@@ -238,7 +239,7 @@ def make_options(
 
 
 def _not_a_policy(value: object) -> str:
-    """What to write in place of something that was given as the policy."""
+    """Returns the message for a value of ``policy`` that is no policy."""
     if isinstance(value, type) and isinstance(value, Policy):
         return f"policy={value.__name__} is the class of a policy; create a policy from it: policy={value.__name__}()"
     name = class_of(value) if isinstance(value, str) else None

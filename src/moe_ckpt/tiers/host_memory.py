@@ -138,7 +138,7 @@ class _Directory(NamedTuple):
 
 
 def _inspect(run: RunContext, memory: Memory, run_id: str) -> _Directory:
-    """Looks at the memory directory, and removes there what runs left that are over."""
+    """Returns the facts of the memory directory, after removing the directories of runs that are over."""
     if os.path.isdir(memory.root):  # else an error tells that, and it lies nowhere
         say_file_system(memory.root)
     path = run_directory(memory.root, run_id, run.storage.root)
@@ -153,7 +153,7 @@ def _inspect(run: RunContext, memory: Memory, run_id: str) -> _Directory:
 
 
 def _say_room(run: RunContext, memory: Memory, directory: _Directory, replicator: Replicator | None) -> None:
-    """Warns before training if slots will find no room. One rank of the node knows of all whose copies lie there."""
+    """Warns before training if there is not enough memory for slots. One rank of each node does that."""
     settings, rank = run.settings, run.comm.rank
     if rank % settings.local_ranks:
         return

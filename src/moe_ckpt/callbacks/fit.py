@@ -184,7 +184,6 @@ class Fit(pl.Callback):
             reset_validation_flag(host.trainer)
             restore_accumulation(host.trainer)
         data.restore(host.trainer, resumed=host.generators.due)
-        host.data = data
         if driver.restored_step is not None:
             end_complete_epoch(host.trainer)
         host.generators.restore_scheduled()

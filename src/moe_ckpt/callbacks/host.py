@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import lightning.pytorch as pl
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 
-from moe_ckpt.callbacks.data_position import DataPosition
 from moe_ckpt.callbacks.finished import continue_finished, ended
 from moe_ckpt.callbacks.lightning_state import (
     HYPER_PARAMETERS,
@@ -60,7 +59,6 @@ class LightningHost(TorchHost):
 
     Attributes:
         windows: Checks of sparse windows; None if none is written or replayed.
-        data: Positions in the data, once training has begun.
         passes: Tells which forward passes are training's.
         settled: The newest batch made a step, so no accumulated gradients wait for another batch.
         ended: Training ended without an exception.
@@ -75,7 +73,6 @@ class LightningHost(TorchHost):
         self._count_update = count_update
         self.trainer = trainer
         self.windows: Windows | None = None
-        self.data: DataPosition | None = None
         self.passes = TrainingPasses()
         self.settled, self.ended = True, False
         self._options = options

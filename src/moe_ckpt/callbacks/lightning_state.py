@@ -38,7 +38,8 @@ HYPER_PARAMETERS = ("hyper_parameters", "datamodule_hyper_parameters")
 def capture_checkpoint(trainer: Any) -> dict[str, Any]:
     """Returns the present checkpoint dict, with a mark in place of the model's ``state_dict``. Called on every rank."""
     module = trainer.lightning_module
-    content: dict[str, Any] = {
+    weights: Any = module.state_dict() if _has_reader(trainer) else MODEL_MARK
+    checkpoint: dict[str, Any] = {
         "epoch": trainer.current_epoch,
         "global_step": trainer.global_step,
         "pytorch-lightning_version": lightning.__version__,
@@ -54,9 +55,8 @@ def capture_checkpoint(trainer: Any) -> dict[str, Any]:
             if (state := getattr(callback, "state_in_own_store", callback.state_dict)())
         },
         "lr_schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
+        "state_dict": weights,
     }
-    weights: Any = module.state_dict() if _has_reader(trainer) else MODEL_MARK
-    checkpoint = content | {"state_dict": weights}
     precision = trainer.precision_plugin
     precision_state = _scaler_state(precision)
     if precision_state:

@@ -1,6 +1,6 @@
-"""Rank 0: turn the ranks' acknowledgements into a part and a manifest, prove it complete, write it last.
+"""Commits on rank 0: makes part and manifest of the ranks' acknowledgements, proves them, writes the manifest last.
 
-``ledger.ledger`` computes which part has the newest version of every operator; ``View`` knows which files those are.
+``ledger.ledger`` computes which part has the newest version of every operator; ``View`` has the files of that part.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from moe_ckpt.slices.snapshot import Snapshot
 from moe_ckpt.slices.writing import Acknowledgement, names_in, write_named
 
 NOT_COVERED = "the ranks' shares do not cover it exactly"
-"""Cause of a failure for which all ranks then tell rank 0, box by box, what they wrote."""
+"""The cause of a failure after which each rank sends rank 0 the boxes that it wrote."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +48,7 @@ class WrittenPart:
     Attributes:
         record: As manifests name it.
         names: Of the ranks' files.
-        operators: ``[n]`` places of those that it has in full.
+        operators: ``[n]`` places in the catalog of the operators that it has in full.
         not_finite: The first tensor with NaN or infinity; empty if there is none.
     """
 
@@ -63,9 +63,9 @@ class View:
     """The parts of one complete checkpoint.
 
     Attributes:
-        versions: Each operator's newest, by the number of its part. Not changed any more.
-        numbered: Number -> part, from 1 on, of those that it wrote itself, or that have an operator's newest version;
-            the newest first.
+        versions: The number of the part that has each operator's newest version. Not changed any more.
+        numbered: Number, from 1 on -> part, of the parts that the checkpoint wrote itself or that have an operator's
+            newest version; the newest first.
     """
 
     versions: Versions
@@ -73,7 +73,7 @@ class View:
 
     @classmethod
     def of(cls, manifest: Manifest, catalog: Catalog) -> View:
-        """Returns that of a committed checkpoint (see ``format.manifest.composed``)."""
+        """Returns the view of a committed checkpoint (see ``format.manifest.composed``)."""
         names = needed_of(manifest)
         numbers = {part.directory: number for number, part in enumerate(reversed(manifest.parts), start=1)}
         versions = Versions(catalog)
@@ -87,7 +87,7 @@ class View:
         return cls(versions, parts)
 
     def beneath(self, newer: Iterable[WrittenPart]) -> View:
-        """Returns what a checkpoint consists of that wrote ``newer``, the newest last, and takes the rest from here."""
+        """Returns the view of a checkpoint that wrote the parts ``newer``, the newest last, and has the rest from here."""
         versions, first = self.versions.copy(), max(self.numbered, default=0) + 1
         written = dict(enumerate(newer, first))
         for number, part in written.items():
@@ -97,7 +97,7 @@ class View:
         return View(versions, dict(reversed(written.items())) | rest)
 
     def needed(self) -> Needed:
-        """Returns what it needs on storage: the shards with an operator's newest version, by their kinds."""
+        """Returns the files that the checkpoint needs: the shards with an operator's newest version, by their kinds."""
         is_expert = self.versions.catalog.is_expert
         live = dict(zip(KINDS, map(self.versions.live, (is_expert, ~is_expert)), strict=True))
         needed_names: Needed = {}
@@ -134,11 +134,11 @@ class Committer:
         self._view, self._tokens = self._nothing, Ledger(run.catalog).tokens
 
     def resume_from(self, ledger: Ledger, stored: Manifest | None) -> None:
-        """Start from the checkpoint that the run resumes from.
+        """Starts from the checkpoint from which the run resumes.
 
         Args:
-            ledger: Of the run, whose tokens are those of the checkpoint.
-            stored: What the store has of the checkpoint, to whose files partial ones will refer; None if nothing.
+            ledger: Of the run; its tokens are those of the checkpoint.
+            stored: The part of the checkpoint on storage, to whose files partial ones will refer; None if nothing.
         """
         self._tokens.saved = {Tier.STORAGE: ledger.tokens.saved[Tier.STORAGE].copy()}
         if stored is not None:
@@ -147,21 +147,21 @@ class Committer:
             self._view = self._nothing if stored.window else View.of(stored, self._catalog)
 
     def commit(self, snapshot: Snapshot, acknowledged: Acknowledgement) -> Manifest | None:
-        """Write the manifest of ``snapshot``; when it returns, the checkpoint exists.
+        """Writes the manifest of ``snapshot``; when it returns, the checkpoint exists.
 
-        The steps of a sparse window are only remembered, and None is returned, until its last one: that writes one
-        manifest of all. A life that ends before has no use for them, and garbage collection removes their files.
+        For a step of a sparse window it writes the part only, and returns None, until the last step: that writes one
+        manifest of all. If the life ends before, the next collection removes the files.
 
         Args:
-            snapshot: This rank's.
-            acknowledged: By all ranks.
+            snapshot: This rank's snapshot.
+            acknowledged: The acknowledgements of all ranks.
 
         Raises:
-            SaveFailedError: a rank failed, or an earlier step of the window did, or what the ranks wrote is not what
+            SaveFailedError: A rank failed, or an earlier step of the window did, or what the ranks wrote is not what
                 was planned, or the snapshot is stale. Nothing is committed.
-            CoverageError: an operator was never saved. Likewise.
-            FilesGoneError: files that older checkpoints wrote are gone, and the next one must hold everything.
-            OSError: the part or the manifest could not be written.
+            CoverageError: An operator was never saved. Nothing is committed.
+            FilesGoneError: Files that older checkpoints wrote are gone, and the next one must hold everything.
+            OSError: The part or the manifest could not be written.
         """
         if acknowledged.errors:
             raise SaveFailedError(snapshot.step, acknowledged.causes)
@@ -224,29 +224,32 @@ class Committer:
         )
 
     def _forget(self) -> None:
-        """Nothing on storage may be built upon any more."""
+        """Forgets what is on storage, so that no later checkpoint builds on it."""
         self._view, self.parent, self._newest = self._nothing, None, None
         self._tokens = Ledger(self._catalog).tokens
 
     @property
     def begun(self) -> Sequence[str]:
-        """Directories of the window under way, in the order of its steps."""
+        """The directories of the window under way, in the order of its steps."""
         return [part.record.directory for part in self._window_parts]
 
     def superseded(self) -> Abandoned:
-        """Returns, once, the files of windows that were given up."""
+        """Returns the files of windows that were given up since the last call."""
         abandoned, self._given_up = self._given_up, {}
         return abandoned
 
     def abandon(self, snapshot: Snapshot, acknowledged: Acknowledgement) -> Abandoned:
-        """``commit`` has failed. Returns what can be deleted: the step's files, and those of its window's earlier
-        steps."""
+        """Gives up the snapshot for which ``commit`` failed, and its window.
+
+        Returns:
+            What can be deleted: the files of the step, and those of the window's earlier steps.
+        """
         self._give_up()
         written = frozenset({PART_NAME}).union(*map(names_in, acknowledged.lines.values()))
         return {**self.superseded(), snapshot.directory: written}
 
     def _give_up(self) -> None:
-        """The window under way, if there is one, will not come to its end."""
+        """Gives up the window under way, if there is one."""
         parts, self._window_parts = self._window_parts, []
         self._given_up |= {part.record.directory: frozenset({PART_NAME}).union(*part.names.values()) for part in parts}
 

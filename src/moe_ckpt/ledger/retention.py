@@ -1,20 +1,20 @@
-"""Which checkpoints stay, on storage and in memory, and what goes with the others. Pure.
+"""Decides which checkpoints stay on storage and in memory, and which files go with the others. Pure.
 
 Partial checkpoints share files: the newest view of an expert may be a file of an older step. Files come in groups, such
 as all shards of experts that were written at one step. A group lives as long as some retained checkpoint names it, and
 one file may be the only copy behind every recent view. The spare answers that: a complete older checkpoint that has no
 group in common with the newest, so that no single damaged file takes both.
 
-A resumed run skipped what is newer than the checkpoint it returned to, mostly because that is damaged. Such
-checkpoints must not take the place of those that the run stands on (its line), so each rule looks at the line too.
-Those that could not be read are no rule's business: they stay until a person removes them. A run whose loss became NaN
-goes on to save: what it saves must not take the place of finite checkpoints, so each rule looks at these by themselves.
+A resumed run may have skipped checkpoints that are newer than the one it returned to, mostly because they are damaged.
+They must not take the place of the checkpoints that the current state descends from (its line), so each rule is applied
+to the line, too. Checkpoints that could not be read stay until a person removes them. A run whose loss became NaN
+continues to save; what it saves must not take the place of finite checkpoints, so each rule is applied to these, too.
 
-In memory no snapshot goes before its successor is complete everywhere, which it is when every rank holds its share, so
-that a failure at any moment finds a whole checkpoint; of a sparse window all steps are one checkpoint together, and so
-are a step of a gradient log and all snapshots back to its oldest anchor. Where peers are slow they do not get every
-snapshot: then the newest checkpoint that they all have stays beside the newest. A partial checkpoint lacks experts,
-whose newest version may be in an older one: that stays, too, as long as there is room for it (``with_newest_experts``).
+In memory, a snapshot stays until every rank holds its share of a newer one, so that a failure at any moment leaves a
+whole checkpoint. The steps of a sparse window are one checkpoint together, and so are a step of a gradient log and all
+snapshots back to its oldest anchor. If peers are so slow that they do not get every snapshot, the newest one that they
+all have stays beside the newest. A partial checkpoint lacks experts, whose newest version may be in an older one: that
+stays, too, as long as there is room for it (``with_newest_experts``).
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ class CheckpointRecord:
         groups: Every group of files that it needs (``directory/group``), its commit record included.
         parent: ``order`` of the checkpoint that its generation started from, which may be gone or damaged by now; None
             if that is not known, or if there was none.
-        passed_over: Directories that the run could not read when it came back to an older checkpoint. They may be good.
-        dense: One state of the run, which any layout opens; False for a sparse window.
-        finite: No weight and no optimizer state of it is NaN or infinite.
+        passed_over: Directories that the run could not read when it returned to an older checkpoint. They may be good.
+        dense: It is one state of the run, which any layout opens; False for a sparse window.
+        finite: None of its weights and optimizer state is NaN or infinite.
     """
 
     directory: str
@@ -58,12 +58,12 @@ class CheckpointRecord:
 
     @cached_property
     def directories(self) -> frozenset[str]:
-        """Directories that hold a part of it."""
+        """The directories that hold its files."""
         return frozenset(group.partition("/")[0] for group in self.groups)
 
     @property
     def order(self) -> tuple[int, int]:
-        """Newest is the maximum: a later life of the run may have gone back to an earlier step."""
+        """Orders checkpoints by age: a later life of the run may have gone back to an earlier step."""
         return self.generation, self.step
 
 
@@ -98,7 +98,7 @@ class RetentionPolicy:
 
 
 def retained(records: Collection[CheckpointRecord], policy: RetentionPolicy) -> frozenset[str]:
-    """Directories of the checkpoints that stay."""
+    """Returns the directories of the checkpoints that stay."""
     if not records:
         return frozenset()
     ordered = sorted(records, key=lambda record: record.order)
@@ -115,9 +115,9 @@ def retained(records: Collection[CheckpointRecord], policy: RetentionPolicy) -> 
 
 
 def _line(ordered: Sequence[CheckpointRecord]) -> list[CheckpointRecord]:
-    """The newest checkpoint and those that the run made on its way to it, oldest first.
+    """Returns the newest checkpoint and those that the run made on its way to it, oldest first.
 
-    Where no record tells how a generation began, everything older counts.
+    If no record says how a generation began, everything older belongs to the line.
     """
     parents = {record.generation: record.parent for record in ordered}
     line: list[CheckpointRecord] = []
@@ -144,7 +144,7 @@ def groups_to_delete(
 
 
 def _milestones(lists: Iterable[Sequence[CheckpointRecord]], policy: RetentionPolicy) -> list[CheckpointRecord]:
-    """Of each stretch of ``keep_every_n_steps`` the first checkpoint, by the last of ``lists`` that has one."""
+    """Returns the first checkpoint of every ``keep_every_n_steps`` steps, from the last of ``lists`` that has one."""
     every = policy.keep_every_n_steps
     if every is None:
         return []
@@ -156,11 +156,10 @@ def _milestones(lists: Iterable[Sequence[CheckpointRecord]], policy: RetentionPo
 
 
 def _spares(ordered: Sequence[CheckpointRecord]) -> list[CheckpointRecord]:
-    """The spare and its successor to be.
+    """Returns the spare and the checkpoint that will be the next spare.
 
-    The spare is the newest record disjoint from the newest one. Its successor must be chosen now and
-    then kept until the newest has moved away from it: choosing afresh every time would never let one
-    grow old enough. The oldest record after the spare is that choice, because it is the next to get free.
+    The spare is the newest checkpoint that shares no file with the newest one. The next spare is the oldest checkpoint
+    after it. It must be kept from now on, since it takes time until the newest one shares no file with it.
     """
     newest, others = ordered[-1], ordered[:-1]
     disjoint = [i for i, record in enumerate(others) if record.groups.isdisjoint(newest.groups)]
@@ -184,12 +183,12 @@ class MemoryStep:
     """A snapshot in memory, and what has become of it.
 
     Attributes:
-        identity: Names it.
+        identity: Names the snapshot.
         contents: What it holds.
-        experts: ``[operators]`` those that it holds; ``NO_EXPERTS`` for a step of a sparse window.
-        sent: Of those, the ones that peers get; likewise.
-        complete: Every rank has it; None as long as that is not known, False if it never will.
-        copied: So have the peers of every rank, or, as long as that is not known, they are to get it.
+        experts: ``[operators]`` whether it holds an expert; ``NO_EXPERTS`` for a step of a sparse window.
+        sent: ``[operators]`` whether peers get that expert; ``NO_EXPERTS`` for a step of a sparse window.
+        complete: Every rank has its share; None while that is not known, False if some rank never will.
+        copied: The peers of every rank have it or, while that is not known, are to get it.
         on_storage: A checkpoint on storage holds it.
     """
 
@@ -207,12 +206,12 @@ class MemoryStep:
 
     @cached_property
     def window(self) -> int | None:
-        """First step of its sparse window; None for a checkpoint by itself."""
+        """The first step of its sparse window; None if it is a checkpoint by itself."""
         return None if self.contents.window is None else self.contents.window.start
 
     @property
     def size(self) -> int:
-        """Steps of its window."""
+        """The number of steps of its window."""
         return 1 if self.contents.window is None else self.contents.window.size
 
     @property
@@ -243,7 +242,7 @@ def with_newest_experts(in_memory: Reversible[MemoryStep]) -> frozenset[int]:
 
 
 def _newest_versions(steps: Sequence[tuple[MemoryStep, npt.NDArray[np.bool_]]]) -> frozenset[int]:
-    """Of (snapshot, experts), newest first, those with experts that none before has."""
+    """Returns the numbers of the snapshots, given the newest first, that have an expert which no newer one has."""
     with_experts = [(step, experts) for step, experts in steps if experts is not NO_EXPERTS]
     if not with_experts:
         return frozenset()
@@ -264,13 +263,13 @@ def needed(in_memory: Iterable[MemoryStep]) -> frozenset[int]:
 
 
 def _newest_and_after(steps: Sequence[MemoryStep]) -> frozenset[int]:
-    """The newest checkpoint among ``steps``, in order, and what may become the next one."""
+    """Returns the numbers of the newest checkpoint among ``steps``, in order, and of what may become the next one."""
     newest = newest_checkpoint(steps)
     last = newest[-1].number if newest else -1
     after = [step for step in steps if step.number > last]
     slots = Counter(step.window for step in after)
     under_way = after[-1].window if after else None
-    # A window of which a step is missing, and that is not the one under way, was given up.
+    # A window that lacks a step, and is not under way, was given up.
     unfinished = [step for step in after if step.window in (None, under_way) or slots[step.window] == step.size]
     return frozenset(step.number for step in (*newest, *unfinished))
 
@@ -280,9 +279,9 @@ Live = tuple[tuple[int, frozenset[int]], tuple[int, frozenset[int]]]
 
 
 def live_groups(in_memory: Iterable[MemoryStep]) -> Live:
-    """Returns which groups' gradients are needed, and up to which snapshot.
+    """Returns the groups whose gradients are needed, and up to which snapshot.
 
-    Gradients before a group's newest anchor are not, since the steps to come have newer anchors only.
+    Gradients before a group's newest anchor are not needed, since later steps start from newer anchors.
     """
     steps = [step for step in in_memory if step.complete is not False]
     return _head(steps), _head([step for step in steps if step.copied])
@@ -294,12 +293,12 @@ def _head(steps: Sequence[MemoryStep]) -> tuple[int, frozenset[int]]:
 
 
 def is_live(step: MemoryStep, groups: Collection[int], live: Live) -> bool:
-    """Returns whether gradients of ``groups`` that ``step`` has are needed still.
+    """Returns whether gradients of ``groups`` that ``step`` has are still needed.
 
     Args:
-        step: One that stays.
-        groups: Of the operators whose gradients they are.
-        live: Of ``live_groups``.
+        step: A snapshot that stays.
+        groups: The groups of the operators whose gradients they are.
+        live: What ``live_groups`` returned.
     """
     (newest, _), (newest_copied, _) = live
     if not step.complete or step.number > (newest_copied if step.copied else newest):

@@ -1,4 +1,4 @@
-"""Where bytes become durable: local directories, remote object stores, and the lock on a store."""
+"""Makes bytes durable, in local directories and object stores, and locks a store."""
 
 from __future__ import annotations
 

@@ -42,9 +42,9 @@ _TAKEN = frozenset({errno.EACCES, errno.EAGAIN})
 _NO_LOCKS = frozenset({errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL})
 _MAX_TEXT_BYTES = 4096
 _FRESH_SHARE = 0.2
-"""Of a lease's time: so long after a renewal it need not be renewed."""
+"""The part of a lease's time for which it need not be renewed again."""
 _WAIT_SHARE = 0.1
-"""Of a lease's time: how often the thread looks."""
+"""The part of a lease's time after which the thread looks again."""
 _END_SECS = 1.0
 """Longest wait for the thread, which may be waiting for a server."""
 
@@ -98,7 +98,7 @@ class StoreLock:
         return bool(self._lost_to)
 
     def acquire(self) -> None:
-        """Take the lock without waiting.
+        """Takes the lock without waiting.
 
         Raises:
             StoreInUseError: Names the holder.
@@ -118,17 +118,20 @@ class StoreLock:
                     self._unregister()
 
     def renew_meanwhile(self) -> None:
-        """Keep the lock on a thread of its own until ``release``: an upload may take longer than a lease lasts, and the
-        kernel drops its lock when this process closes the file elsewhere."""
+        """Keeps the lock on a thread of its own until ``release``.
+
+        An upload may take longer than a lease lasts, and the kernel drops its lock if other code of this process opens
+        and closes the lock file.
+        """
         with self._guard:
             self._thread = named_thread(ThreadName.LEASE, self._renew, self._released)
             self._thread.start()
 
     def confirm(self) -> None:
-        """Make sure, just before a commit into a store that was found to be this run's, that the lock is held.
+        """Makes sure that the lock is held, just before a commit into a store that was seen to be this run's.
 
-        Renews a lease, unless that was done lately. Takes the kernel's lock again, and makes a new lock file for one
-        that was deleted or replaced. Does nothing for a lock that was not taken.
+        It renews a lease, unless that was done lately; or takes the kernel's lock again, and makes a new lock file if
+        the old one was deleted or replaced. It does nothing if the lock was not taken.
 
         Raises:
             StoreInUseError: Another run has, or had, the store: do not commit.
@@ -141,11 +144,11 @@ class StoreLock:
                 self._retake()
 
     def retake(self) -> None:
-        """Take the lock again after the store, and perhaps the lock with it, was emptied or replaced.
+        """Takes the lock again after the store, and perhaps the lock with it, was emptied or replaced.
 
         Raises:
-            StoreInUseError: another run was quicker.
-            OSError: the store did not answer.
+            StoreInUseError: Another run was quicker.
+            OSError: The store did not answer.
         """
         with self._guard:
             self._lost_to = ""
@@ -153,7 +156,7 @@ class StoreLock:
                 self._retake()
 
     def release(self) -> None:
-        """Release the store. Does nothing when the lock is not held."""
+        """Releases the store. Does nothing if the lock is not held."""
         with self._guard:
             taken, self._taken = self._taken, None
             if taken is None:
@@ -188,7 +191,7 @@ class StoreLock:
 
     @contextlib.contextmanager
     def _noticing_loss(self) -> Iterator[None]:
-        """A lock that was lost stays lost: what the other run wrote is unknown to this one."""
+        """Notes a loss of the lock. Raises at once if it was lost before, since another run may have written meanwhile."""
         with self._guard:
             if self._lost_to:
                 raise StoreInUseError(self._root, self._lost_to)
@@ -420,5 +423,5 @@ def job_name() -> str:
 
 @functools.cache
 def _start_of(pid: int) -> str:
-    """The same in this process always, and another one in every other, forked ones included."""
+    """Returns a text that is always the same in this process, and another one in every other, forked ones included."""
     return secrets.token_hex(4)

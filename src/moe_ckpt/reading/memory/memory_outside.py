@@ -1,7 +1,7 @@
-"""What a run that ended left in memory, looked at from outside of any run: by one process that has all its directories.
+"""Reads what a run that ended left in memory, from one process outside of the run, which has all its directories.
 
 Directories of several nodes may have been brought to one machine; peers' copies stand for those of a node that is lost.
-Nothing that lies there is changed.
+No file in them is changed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _SHOWN = 4
 
 
 class _Memory:
-    """``slot_storage.RankMemory`` of everything that was found."""
+    """The slots of all directories, as the memory of one rank (``slot_storage.RankMemory``)."""
 
     node, root = "", ""
     complete_step: int | None = None
@@ -54,7 +54,7 @@ class _Memory:
 
     def __init__(self, slots: Sequence[FoundSlot], run_id: str, model: ModelRecord) -> None:
         self.model, self.run_id = model, run_id
-        self.left_slots = LeftSlots(slots, lambda gone: None)  # nobody goes on from them, so that none is deleted
+        self.left_slots = LeftSlots(slots, lambda gone: None)  # no run resumes from them, so that none is deleted
 
 
 class MemoryOutside:
@@ -65,10 +65,11 @@ class MemoryOutside:
         roots: As in ``Memory(directory=...)``, of all nodes.
 
     Attributes:
-        damages: What ``opened`` found, for people.
+        damages: Texts on the damage that ``opened`` met.
 
     Raises:
-        NoCheckpointError: Nothing of the store's run lies there; says what does. Or the store has no checkpoint yet.
+        NoCheckpointError: The directories have nothing of the store's run; the text says what they have. Or the store
+            has no checkpoint yet.
         StoreError: A process of the run is alive.
         ConfigError: One of ``roots`` cannot be used.
     """
@@ -112,14 +113,14 @@ class MemoryOutside:
         self._exit.close()
 
     def steps(self) -> list[int]:
-        """Returns the steps that can be made and that storage does not have, newest first."""
+        """Returns the steps that memory can give and that storage does not have, newest first."""
         return list(dict.fromkeys(checkpoint.step for checkpoint in self._complete() if not self._stored(checkpoint)))
 
     def _stored(self, checkpoint: MemoryCheckpoint) -> bool:
         return checkpoint.directory in self.memory.stored
 
     def _complete(self, *, windows: bool = False) -> list[MemoryCheckpoint]:
-        """Newest first. By default without sparse windows: what they are takes forward and backward passes."""
+        """Returns complete checkpoints, newest first; sparse windows, which must be replayed, only if ``windows``."""
         return [one for one in checkpoints_of(self.memory.shares) if one.is_complete and (windows or not one.is_window)]
 
     def manifests(self) -> Iterator[Manifest]:
@@ -179,7 +180,7 @@ class MemoryOutside:
         return f"step {step} cannot be made: {self._lacking(step)}{_because(self.damages)}; {can}"
 
     def _lacking(self, step: int) -> str:
-        """Says what a step lacks, or steps of the gradient log that lead to it."""
+        """Says what is missing of a step, or of steps of the gradient log that lead to it."""
         shares = self.memory.shares
         snapshots = {snapshot.step: snapshot for snapshot in snapshots_of(shares)}
         if step not in snapshots:

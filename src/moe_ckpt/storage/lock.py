@@ -191,7 +191,7 @@ class StoreLock:
 
     @contextlib.contextmanager
     def _noticing_loss(self) -> Iterator[None]:
-        """Notes a loss of the lock. Raises at once if it was lost before, since another run may have written meanwhile."""
+        """Notes a loss of the lock. Raises at once if it was lost before, since another run may have written since."""
         with self._guard:
             if self._lost_to:
                 raise StoreInUseError(self._root, self._lost_to)

@@ -87,7 +87,7 @@ class View:
         return cls(versions, parts)
 
     def beneath(self, newer: Iterable[WrittenPart]) -> View:
-        """Returns the view of a checkpoint that wrote the parts ``newer``, the newest last, and has the rest of this."""
+        """Returns the view of a checkpoint that wrote the parts ``newer``, the newest last, and has the rest here."""
         versions, first = self.versions.copy(), max(self.numbered, default=0) + 1
         written = dict(enumerate(newer, first))
         for number, part in written.items():

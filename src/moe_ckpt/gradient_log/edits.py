@@ -110,7 +110,7 @@ class Values:
     def _bytes(self) -> torch.Tensor:
         """Returns a copy of all bytes: copying and comparing each weight by itself is slower."""
         parts = [part.contiguous().reshape(-1).view(torch.uint8) for _, part in self._noted]
-        return torch.cat([torch.empty(0, dtype=torch.uint8), *parts])
+        return torch.cat([torch.empty(0, dtype=torch.uint8, device="cpu"), *parts])
 
 
 class Marks:

@@ -204,8 +204,12 @@ class Planner:
 
     def plan(self, context: PolicyContext) -> SnapshotPlan:
         """Returns the policy's plan. A policy for windows or bytes gets the current sizes of operators."""
-        policy, needs, live = self._policy, self._needs, self._live
+        needs, live, run = self._needs, self._live, context.run
         changes = live.weigh() if needs.windows or needs.sizes or needs.gradients else 0
+        if needs.windows:
+            run = replace(run, dense_step=self.dense_step)
+            if changes != self._window_layout:  # optimizer state came or went: a window of both is not whole
+                run = replace(run, window=None, next_slot=0)
         model = replace(context.model, placement=live.placement, sizes=live.sizes, coupled=live.coupled)
         memory = replace(
             context.memory,
@@ -213,24 +217,17 @@ class Planner:
             snapshot_bytes=self.room,
             at_once=self._settings.max_in_flight,
         )
-        context = replace(context, model=model, memory=memory)
-        if not needs.windows:
-            if self._rank == 0 and not self._warned:
-                self._warned = self._warn(context) or context.measured.copy_bytes() is not None
-            plan = policy.plan(context)
-            if not plan.gradients or not live.coupled:
-                return plan
-            anchored = frozenset(plan.full)
-            return anchoring(plan, anchored.union(*(group for group in live.coupled if not group.isdisjoint(anchored))))
-        run = replace(context.run, dense_step=self.dense_step)
-        if changes != self._window_layout:  # optimizer state came or went: a window of both is not whole
-            run = replace(run, window=None, next_slot=0)
-        context = replace(context, run=run)
-        plan = policy.plan(context)
+        context = replace(context, model=model, run=run, memory=memory)
+        if not needs.windows and self._rank == 0 and not self._warned:
+            self._warned = self._warn(context) or context.measured.copy_bytes() is not None
+        plan = self._policy.plan(context)
         if plan.window is not None and plan.slot == 0:
             self._window_layout = changes
             self._say_window(plan.window.size, context)
-        return plan
+        if needs.windows or not plan.gradients or not live.coupled:
+            return plan
+        anchored = frozenset(plan.full)
+        return anchoring(plan, anchored.union(*(group for group in live.coupled if not group.isdisjoint(anchored))))
 
     def is_tight(self, plan: SnapshotPlan) -> bool:
         """Returns whether host memory lacks room for two windows such as the one that a plan begins; equal on every

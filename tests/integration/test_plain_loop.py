@@ -244,6 +244,8 @@ def test_a_loop_without_a_position_in_the_data_is_told_so_once(tmp_path: Path, h
     ("arguments", "says"),
     [
         (lambda model, optimizer: (model, []), "give the optimizer"),
+        (lambda model, optimizer: (model, None), "NoneType is no torch.optim.Optimizer"),
+        (lambda model, optimizer: (optimizer, model), "SGD is no torch.nn.Module. Give the model, and then"),
         (lambda model, optimizer: (model, [object()]), "object is no torch.optim.Optimizer"),
         (lambda model, optimizer: (model, made()[1]), "is not among the model's|not .* model"),
     ],

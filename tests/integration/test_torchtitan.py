@@ -178,6 +178,16 @@ def test_what_has_no_effect_is_refused_where_it_is_written(field: dict[str, Any]
         CheckpointManager.Config(**field)
 
 
+def test_a_misspelt_field_is_named():
+    with pytest.raises(ConfigError, match=r"Config\(polcy=...\): no such option; did you mean policy\?"):
+        CheckpointManager.Config(polcy=None)
+
+
+def test_a_loader_without_a_state_is_refused():
+    with pytest.raises(ConfigError, match="the data loader list lacks state_dict.*ParallelAwareDataloader"):
+        build(dataloader=[1])
+
+
 def build(**parts: Any) -> CheckpointManager:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters())

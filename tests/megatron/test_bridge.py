@@ -89,6 +89,30 @@ def exported(rank: int, world_size: int, place: str) -> None:
         export(f"{place}/store", "hf", f"{place}/more", config=f"{place}/config")
 
 
+def ordered(rank: int, world_size: int, place: str) -> None:
+    from megatron.bridge.training.callbacks import Callback, CallbackManager
+
+    class Average(Callback):
+        def on_train_step_end(self, context: Any) -> None:
+            """Updates what is in ``stateful``."""
+
+    average: Any = torch.optim.swa_utils.AveragedModel(torch.nn.Linear(2, 2))
+    for stateful, is_last in ((average, True), (None, False), (average, False)):
+        callback = MoECheckpointCallback(dirpath=place, stateful={"average": stateful} if stateful else None)
+        manager = CallbackManager()
+        manager.add([Average(), callback] if is_last else [callback, Average()])
+        if is_last or stateful is None:
+            callback._require_last(manager)
+        else:
+            with pytest.raises(ConfigError, match=r"Average\.on_train_step_end comes behind it.*the last"):
+                callback._require_last(manager)
+
+
+@needs_bridge
+def test_what_changes_stateful_objects_comes_before(tmp_path: Path):
+    run_ranks(ordered, 1, str(tmp_path), preload="tests.support.bridge_warm")
+
+
 @needs_bridge
 def test_an_export_of_a_family_that_bridge_knows_computes_the_same_logits(tmp_path: Path):
     logits = run_ranks(

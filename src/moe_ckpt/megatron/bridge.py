@@ -51,7 +51,8 @@ class MoECheckpointCallback:
     Args:
         policy: Decides what is saved at which step. None: ``CheckFreq()``.
         dirpath: The store, a directory that all ranks see, or an fsspec URL. One run per store.
-        stateful: As of ``megatron.attach``.
+        stateful: As of ``megatron.attach``. With it, this callback must be the last of those with an
+            ``on_train_step_end``, so that it saves what the others have changed.
         **options: See ``moe_ckpt.run.options.Options``.
 
     Attributes:
@@ -143,6 +144,17 @@ class MoECheckpointCallback:
             )
         return self.checkpoint
 
+    def _require_last(self, manager: Any) -> None:
+        """Raises ``ConfigError`` if a callback behind this one may change ``stateful`` objects once they were saved."""
+        methods = [] if manager is None or not self._stateful else manager.list_callbacks("on_train_step_end")
+        behind = methods[methods.index(self.on_train_step_end) + 1 :] if self.on_train_step_end in methods else []
+        if behind:
+            name = getattr(behind[0], "__qualname__", repr(behind[0]))
+            raise ConfigError(
+                f"MoECheckpointCallback(stateful=...): {name} comes behind it, so what that changes would be saved one "
+                "iteration late. Give MoECheckpointCallback as the last of the callbacks"
+            )
+
     def _build_loaders(self, build: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         loaders = build(*args, **kwargs)
         give_generators(loaders, self._attached.iteration)
@@ -150,6 +162,7 @@ class MoECheckpointCallback:
 
     def _run(self, train: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:
+            self._require_last(kwargs.get("callback_manager"))
             return train(*args, **kwargs)
         except BaseException as error:
             code = inspect.unwrap(train).__code__

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -63,7 +63,8 @@ def attach(
         StoreError: The directory cannot be used.
     """
     chosen = make_options("moe_ckpt.attach", policy, dirpath, options, ("stateful",))
-    listed = [optimizers] if isinstance(optimizers, Optimizer) else list(optimizers)
+    is_one = isinstance(optimizers, Optimizer) or not isinstance(optimizers, Iterable)
+    listed = [optimizers] if is_one else list(optimizers)
     return PlainCheckpoint(chosen, model, listed, stateful or {})
 
 
@@ -257,6 +258,10 @@ class PlainCheckpoint(AttachedCheckpoint):
 
 def _require_usable(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     """Raises unless both can be saved and restored."""
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"moe_ckpt.attach: {type(model).__name__} is no torch.nn.Module. Give the model, and then its optimizers"
+        )
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         raise UnsupportedError(
             "moe_ckpt.attach: the model is sharded by FullyShardedDataParallel (FSDP1), whose flat parameters mix "

@@ -16,6 +16,7 @@ from torchtitan.components.checkpointer import DATALOADER, LR_SCHEDULER, TRAIN_S
 from torchtitan.components.dataloader import ParallelAwareDataloader
 from torchtitan.tools import filesystem
 
+from moe_ckpt.core.user_text import named_arguments
 from moe_ckpt.errors import ConfigError, UnsupportedError
 from moe_ckpt.ledger.retention import RetentionPolicy
 from moe_ckpt.memory.options import Memory
@@ -60,6 +61,7 @@ class CheckpointManager(BaseCheckpointManager):
         UnsupportedError: The model is divided into pipeline stages, or over a part of the ranks.
     """
 
+    @named_arguments
     @dataclass(kw_only=True, slots=True)
     class Config(BaseCheckpointManager.Config):
         """The line in the config of a ``Trainer``: ``checkpoint=CheckpointManager.Config(policy=...)``.
@@ -138,6 +140,12 @@ class CheckpointManager(BaseCheckpointManager):
         _require_supported(model_parts, self._trainer)
         stateful = {**states, LR_SCHEDULER: lr_schedulers}
         if dataloader is not None:
+            if not (hasattr(dataloader, "state_dict") and hasattr(dataloader, "load_state_dict")):
+                raise ConfigError(
+                    f"CheckpointManager: the data loader {type(dataloader).__name__} lacks state_dict or "
+                    "load_state_dict, so its position cannot be restored. Give it both, or use torchtitan's "
+                    "ParallelAwareDataloader"
+                )
             is_pickled = isinstance(dataloader, ParallelAwareDataloader)
             stateful[DATALOADER] = LoaderPosition(dataloader) if is_pickled else dataloader
         options = config.options(base_folder)

@@ -184,7 +184,7 @@ def test_a_misspelt_field_is_named():
 
 
 def test_a_loader_without_a_state_is_refused():
-    with pytest.raises(ConfigError, match="the data loader list lacks state_dict.*ParallelAwareDataloader"):
+    with pytest.raises(ConfigError, match=r"the data loader list lacks state_dict.*ParallelAwareDataloader"):
         build(dataloader=[1])
 
 

@@ -64,7 +64,7 @@ def attach(
     """
     chosen = make_options("moe_ckpt.attach", policy, dirpath, options, ("stateful",))
     is_one = isinstance(optimizers, Optimizer) or not isinstance(optimizers, Iterable)
-    listed = [optimizers] if is_one else list(optimizers)
+    listed: list[Any] = [optimizers] if is_one else list(optimizers)  # type: ignore[arg-type]
     return PlainCheckpoint(chosen, model, listed, stateful or {})
 
 

@@ -204,23 +204,19 @@ class LimitedSlots:
                 unused_budget = max(0, self._pool.budget_bytes - self._pool.held_bytes)
                 again = _once_more_bytes()
                 room = free - self._ranks * (unused_budget + again) - (_COPIES * self._ranks - 1) * nbytes
+                if room < nbytes and not self._said:
+                    self._said = True
+                    log.warning(
+                        "no copy of another rank's snapshot (%s bytes) is kept here: %s leaves %s bytes, and each rank "
+                        "of this node (%d) may still take %s bytes of its budget (%s) for its own snapshots, and %s "
+                        "bytes as at its largest. %s, or replicas",
+                        *(f"{nbytes:,}", limit, f"{free:,}", self._ranks, f"{unused_budget:,}"),
+                        *(f"{self._pool.budget_bytes:,}", f"{again:,}", _mend(limit)),
+                    )
                 if room < nbytes:
-                    self._say(nbytes, limit, free, unused_budget, again)
                     raise MemoryFullError(str(self._files.path), nbytes, max(0, room))
 
         return self._files.make(nbytes, require)
-
-    def _say(self, nbytes: int, limit: str, free: int, unused_budget: int, again: int) -> None:
-        if self._said:
-            return
-        self._said = True
-        log.warning(
-            "no copy of another rank's snapshot (%s bytes) is kept here: %s leaves %s bytes, and each rank of this "
-            "node (%d) may still take %s bytes of its budget (%s) for its own snapshots, and %s bytes as at its "
-            "largest. %s, or replicas",
-            *(f"{nbytes:,}", limit, f"{free:,}", self._ranks, f"{unused_budget:,}", f"{self._pool.budget_bytes:,}"),
-            *(f"{again:,}", _mend(limit)),
-        )
 
 
 def _least_free() -> tuple[int | None, str]:

@@ -151,7 +151,7 @@ class AttachedCheckpoint(ABC):
 
     @property
     def replaying(self) -> bool:
-        """True during the replay of a sparse window: until it is done, the model holds no complete state."""
+        """True during the replay of a sparse window, until whose end the model has no complete state."""
         return self._driver.replaying is not None
 
     @timed

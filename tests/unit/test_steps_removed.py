@@ -232,7 +232,7 @@ def test_evaluation_loads_the_newer_step(live):
         reader.check_checkpoint(found, manifest)
         return manifest.directory
 
-    assert checkpoint_io.load_named(live.root, load, fitting=False) == COMING
+    assert checkpoint_io.load_named(live.root, load) == COMING
 
 
 def test_ranks_that_evaluate_take_the_same_newer_step(run, monkeypatch):
@@ -247,7 +247,7 @@ def test_ranks_that_evaluate_take_the_same_newer_step(run, monkeypatch):
 
     def body(comm) -> str:
         here.comm = comm
-        return checkpoint_io.load_named(run.root, load, fitting=False)
+        return checkpoint_io.load_named(run.root, load)
 
     assert run_threads(ranks, body) == ["step_00000005"] * 2
 
@@ -293,7 +293,7 @@ def test_weights_of_a_named_step(run, monkeypatch, at):
 def test_evaluation_of_a_named_step(run, monkeypatch, at):
     open_as(monkeypatch, training(run, at))
     with pytest.raises(StepRemovedError, match=NEWEST):
-        checkpoint_io.load_named(run.root / NEWEST, reader.check_checkpoint, fitting=False)
+        checkpoint_io.load_named(run.root / NEWEST, reader.check_checkpoint)
 
 
 # --- what is damaged stays so ---
@@ -307,7 +307,7 @@ def test_a_missing_file_is_damage_while_a_manifest_names_it(run, capsys, at):
     assert call(capsys, "verify", run.root)[0] == 1
     assert call(capsys, "export", run.root / NEWEST, "--to", "dcp", "-o", run.root / "out")[0] == 1
     with pytest.raises(DamagedError, match="is missing"):
-        checkpoint_io.load_named(run.root / NEWEST, reader.check_checkpoint, fitting=False)
+        checkpoint_io.load_named(run.root / NEWEST, reader.check_checkpoint)
 
 
 def test_a_file_that_another_step_needs_is_damage_though_one_of_its_steps_was_removed(run):

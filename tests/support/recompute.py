@@ -8,8 +8,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from moe_ckpt.core.save_budget import is_small
 from moe_ckpt.core.step import SnapshotPlan, Tier
 from moe_ckpt.errors import MemoryFullError
@@ -45,10 +43,11 @@ class Steady(MoEtion):
     def probes(self) -> bool:
         return self.probing
 
-    def _chosen(self, context: PolicyContext, rooms: Any, tier: Tier, forced: Sequence[int] = ()) -> Any:
+    def _chosen(self, context: PolicyContext, rooms: Any, tier: Tier, forced: Any = None) -> Any:
         catalog = context.model.catalog
         chosen = ~catalog.is_expert
-        chosen[np.asarray(forced, dtype=np.int64)] = True
+        if forced is not None:
+            chosen |= forced
         wanted = steady(context.run.step, len(catalog.layers), catalog.layers[0].experts, self.every)
         if self._is_probing(context) and is_small(context.run.step):
             wanted = {place for place in wanted if place[1] % 2}

@@ -39,7 +39,7 @@ def fitted(root: Path, every: int, steps: int, *, probe: bool = True, experts: i
     trainer = pl.Trainer(
         accelerator="cpu", devices=1, max_steps=steps, max_epochs=-1, logger=False, enable_progress_bar=False,
         enable_model_summary=False,
-        callbacks=[MoECheckpoint(Told(every_n_steps=every), root / "store", memory=memory)],
+        callbacks=[MoECheckpoint(Told(every_n_steps=every), root / "store", memory=memory, when_busy="wait")],
     )  # fmt: skip
     trainer.fit(TinyMoE(experts=experts), loader())
     return told

@@ -1,4 +1,4 @@
-"""What checkpointing costs and what a failure would cost, as torchmetrics over the records of steps.
+"""Gives the costs of checkpoints, and those of a failure, as torchmetrics over the records of steps.
 
 Over ranks each state is reduced so that nothing counts twice: bytes add up, stalls are those of the slowest rank,
 and what is the same on every rank (token counts are reduced before they come here) stays as it is.

@@ -399,7 +399,7 @@ def weighed(
 
 
 def _follows(row: OperatorRow, before: OperatorRow) -> bool:
-    """Whether the expert of ``row`` is the next of the same layer, and alike."""
+    """Returns whether the expert of ``row`` is the next of the same layer, with the same sizes and stage."""
     if before.expert is None or row.layer != before.layer or row.expert != before.expert + before.count:
         return False
     return (row.elements, row.size, row.stage) == (before.elements, before.size, before.stage)

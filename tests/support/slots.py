@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from moe_ckpt.memory.arena import COPIES, Arena
-from moe_ckpt.memory.slot import COPY, Slot
+from moe_ckpt.memory.slot import COPY_PREFIX, Slot
 
 
 def create_slot(path: Path, nbytes: int) -> Slot:
@@ -14,4 +14,4 @@ def create_slot(path: Path, nbytes: int) -> Slot:
     begin = data.stat().st_size if data.exists() else 0
     arena = Arena(begin + nbytes, path=data)
     arena.grow(begin + nbytes)
-    return Slot.of(path.with_name(f"{COPY}_{path.name}"), arena.adopt(begin, nbytes), frees=True)
+    return Slot.of(path.with_name(f"{COPY_PREFIX}_{path.name}"), arena.adopt(begin, nbytes), frees=True)

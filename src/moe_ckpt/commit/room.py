@@ -337,7 +337,7 @@ class Room:
 
     @property
     def _buffers(self) -> int:
-        """How many buffers are in use in the steady state: those in flight, and one that is kept for recovery.
+        """Returns how many buffers a steady run uses: those in flight, and one that is kept for recovery.
 
         Memory that outlives the process keeps a sparse window whole, beside the window under way.
         """

@@ -35,7 +35,7 @@ from moe_ckpt.memory.directory import (
     said_holder,
 )
 from moe_ckpt.memory.mapping import PAGE_NBYTES, Identity, identity
-from moe_ckpt.memory.slot import COPY, HEADER_SUFFIX, OWN, Slot, forget_starts, set_aside
+from moe_ckpt.memory.slot import COPY_PREFIX, HEADER_SUFFIX, OWN_PREFIX, Slot, forget_starts, set_aside
 from moe_ckpt.storage.local import free_bytes
 from moe_ckpt.threads import ThreadName, named_thread
 
@@ -160,7 +160,7 @@ class MemoryFiles:
 
     def slot(self, buffer: Buffer) -> Slot:
         """Returns a new slot whose bytes are in a room of the arena."""
-        return Slot.of(self._next_path(OWN), buffer)
+        return Slot.of(self._next_path(OWN_PREFIX), buffer)
 
     def grow(self, end: int, **how: Any) -> bool:
         """Grows the arena as ``Arena.grow`` does. Waits for deletions under way if the file system has no room."""
@@ -211,7 +211,7 @@ class MemoryFiles:
             self.describe()
             while (rooms := arena.take([nbytes])) is None:
                 self._grow(arena, arena.end_for([nbytes]), require=require)
-        return Slot.of(self._next_path(COPY), rooms[0], frees=True)
+        return Slot.of(self._next_path(COPY_PREFIX), rooms[0], frees=True)
 
     def fits(self, nbytes: int) -> bool:
         """Returns whether the file system has so many bytes free at the moment."""

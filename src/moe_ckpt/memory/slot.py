@@ -23,7 +23,7 @@ log = logging.getLogger("moe_ckpt")
 HEADER_SUFFIX, QUARANTINE_SUFFIX = ".head", ".damaged"
 STARTS_SUFFIX = ".starts"
 """A file with one byte for each start of the run that resumed from the slot and did not advance."""
-OWN, COPY = "slot", "copy"
+OWN_PREFIX, COPY_PREFIX = "slot", "copy"
 """Prefixes of the names of slots in ``ARENA`` and in ``COPIES``. After ``AT`` comes the first byte of the room."""
 AT = "@"
 _SPARE = "spare.tmp"
@@ -219,7 +219,7 @@ def data_of(path: Path) -> tuple[Path, int]:
         path: Of any of the slot's files.
     """
     name, _, begin = path.with_suffix("").name.partition(AT)
-    data = path.with_name(COPIES if name.startswith(COPY) else ARENA)
+    data = path.with_name(COPIES if name.startswith(COPY_PREFIX) else ARENA)
     return data, int(begin) if begin.isdecimal() else 0
 
 

@@ -100,8 +100,8 @@ class HeaderReader:
 log = logging.getLogger("moe_ckpt")
 
 Key = tuple[int, int, int]
-"""Rank whose copy it is, sequence of the snapshot, and index of a slot of its gradients (``OWN``: the main slot)."""
-OWN = -1
+"""Rank whose copy it is, sequence of the snapshot, and index of a slot of its gradients, or ``MAIN_SLOT``."""
+MAIN_SLOT = -1
 Run = tuple[int, int]
 """First byte, and the byte behind the last."""
 _MOST_MIRRORS = 8
@@ -115,13 +115,13 @@ class Incoming:
         slot: Slot for the copy.
         header: Header of the slot, as its source sealed it.
         extents: The slices that the header names.
-        index: Index of a slot of gradients; ``OWN`` for the snapshot's main slot.
+        index: Index of a slot of gradients; ``MAIN_SLOT`` for the snapshot's main slot.
 
     Attributes:
         requested: Bytes that the source must send, in order. All bytes, unless ``fill`` took some from this rank.
     """
 
-    def __init__(self, slot: Slot, header: bytes, extents: Extents, index: int = OWN) -> None:
+    def __init__(self, slot: Slot, header: bytes, extents: Extents, index: int = MAIN_SLOT) -> None:
         self.slot, self.index = slot, index
         self.header = header
         self.memory = slot.memory.numpy().data[: extents.nbytes]
@@ -250,7 +250,7 @@ class ReplicaStore:
                 f"the copy of rank {header.rank}",
                 f"{nbytes:,} bytes were announced, but its header says {extents.nbytes:,}",
             )
-        index = header.place if header.only == GRADIENTS else OWN
+        index = header.place if header.only == GRADIENTS else MAIN_SLOT
         return Incoming(self._slot(header.nbytes), raw, extents, index)
 
     def _slot(self, nbytes: int) -> Slot:
@@ -312,7 +312,9 @@ class ReplicaStore:
     def held(self) -> dict[tuple[int, int], Slot]:
         """Returns (source, sequence) -> main slot of each verified copy on this rank."""
         with self._lock:
-            return {(source, sequence): slot for (source, sequence, index), slot in self._kept.items() if index == OWN}
+            return {
+                (source, sequence): slot for (source, sequence, index), slot in self._kept.items() if index == MAIN_SLOT
+            }
 
     @property
     def nbytes(self) -> int:

@@ -118,7 +118,7 @@ class PlainCheckpoint(AttachedCheckpoint):
         self._buckets = BucketOrder.of(model, ranks)
         self._updates = self._applied = 0  # since the newest step; applied: not skipped because of an overflow
         self._optimizers, self._stepped = len(optimizers), set[int]()
-        self._has_position = not all(isinstance(target, _WITHOUT_POSITION) for target in stateful.values())
+        self._warns_of_position = all(isinstance(target, _WITHOUT_POSITION) for target in stateful.values())
         self._undo = ExitStack()
         for optimizer in optimizers:
             before, after = map(self.stopwatch.around, (self._before_update, self._updated))
@@ -237,8 +237,8 @@ class PlainCheckpoint(AttachedCheckpoint):
             ReplayDivergedError: A replayed step differs from the recorded one.
         """
         self._driver.lifecycle.require(Action.STEP, "after_step()")
-        if counters is None and not self._has_position:
-            self._has_position = True  # once
+        if counters is None and self._warns_of_position:
+            self._warns_of_position = False
             self._driver.say.no_position()
         if not self._host.loop.is_updating:
             self._driver.before_update()

@@ -1,4 +1,4 @@
-"""Which rank writes what of one checkpoint: live state is weighed here, and ``core.placement`` assigns it."""
+"""Assigns the slices of one checkpoint to ranks: live state is weighed here, and ``core.placement`` divides it."""
 
 from __future__ import annotations
 

@@ -214,7 +214,7 @@ class Survivor:
             applied, counted = tokens
             if counted is not None and of is not None:
                 counted = np.zeros_like(counted)  # the other rank's are beside its plain state
-            return self._snapshots.begin_parting(plan, plain, (applied, counted), of, _left(until))
+            return self._snapshots.begin_parting(plan, plain, (applied, counted), of, _remaining_secs(until))
 
         mine = begin(SnapshotPlan(step, catalog.everything), plain)
         nbytes = mine.nbytes
@@ -237,7 +237,7 @@ class Survivor:
         booking = self._snapshots.booking
         try:
             if booking.sent_step == step:
-                return booking.applied.result(min(AGREEMENT_SECS, AGREEMENT_PORTION * _left(until))), None
+                return booking.applied.result(min(AGREEMENT_SECS, AGREEMENT_PORTION * _remaining_secs(until))), None
         except Exception as error:  # whatever it is: the return adds what each rank counted
             log.info("the ranks had not agreed on the tokens of step %d when training stopped: %r", step, error)
             # Otherwise a snapshot of the step that waits for them would block the one that is sealed now.
@@ -250,7 +250,7 @@ class Survivor:
         """Waits until the snapshot is sealed, and those that were begun after it."""
         pipeline, slot = self._snapshots.pipeline, snapshot.buffer.slot
         pipeline.join()
-        in_time = pipeline.first.wait(0, _left(until))
+        in_time = pipeline.first.wait(0, _remaining_secs(until))
         if slot is not None and slot.is_sealed:
             return
         if not in_time:
@@ -268,7 +268,7 @@ def _require_room(run: RunContext, pipeline: Pipeline) -> None:
         requires_room(memory.files.path, run.settings.local_ranks)(shares * _PLANNING_NBYTES)
 
 
-def _left(until: float) -> float:
+def _remaining_secs(until: float) -> float:
     return max(0.0, until - time.monotonic())
 
 
@@ -288,12 +288,12 @@ class Fingerprint:
     """
 
     def __init__(self, tensors: Sequence[StateTensor]) -> None:
-        self._places = [_place(tensor) for tensor in tensors]
+        self._memory = [_memory_of(tensor) for tensor in tensors]
         self._samples = [_sample(tensor.local) for tensor in _sampled(tensors)]
 
     def fits(self, tensors: Sequence[StateTensor]) -> bool:
         """Returns whether ``tensors`` are the same, and seem not to have been written to."""
-        if [_place(tensor) for tensor in tensors] != self._places:
+        if [_memory_of(tensor) for tensor in tensors] != self._memory:
             return False
         samples = (_sample(tensor.local) for tensor in _sampled(tensors))
         return all(map(torch.equal, samples, self._samples))
@@ -303,7 +303,7 @@ def _sampled(tensors: Sequence[StateTensor]) -> Sequence[StateTensor]:
     return tensors[:: -(-len(tensors) // _MOST_SAMPLED) or 1]
 
 
-def _place(tensor: StateTensor) -> tuple[str, tuple[int, ...], int, int]:
+def _memory_of(tensor: StateTensor) -> tuple[str, tuple[int, ...], int, int]:
     local = tensor.local
     return tensor.key, tuple(tensor.offsets), local.data_ptr(), local._version
 

@@ -60,7 +60,7 @@ def read_by_value(consumed: capture.ConsumedGradients) -> tuple[str, ...]:
 
 def joined_by_its_thread(copy: copying.Copy) -> None:
     JOIN(copy)
-    if (event := copy._issued.result()[0]) is not None:
+    if (event := copy.issued.result()) is not None:
         event.synchronize()
 
 

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.report import RESULTS, write_json
-from moe_ckpt.core.save_budget import BLOCK, is_small
+from moe_ckpt.core.cadence import BLOCK, is_small
 from moe_ckpt.run.meter import COMPARED, Lap, secs_per_byte
 
 ADDED = (0.0, 0.03, 0.05, 0.08)

@@ -1,7 +1,7 @@
 """Bytes that copies on peers cost the network per iteration, with MoEtion's Algorithms 2 and 3 on and off.
 
 Real runs on gloo processes, each a node of its own, with one copy on a peer. Off, each rank sends its whole share; on,
-what data-parallel peers hold alike they take from their own tensors (``slices.mirroring``). Policies named "gradients"
+what data-parallel peers hold alike they take from their own tensors (``MirroredShares``). Policies named "gradients"
 are MoEtion(recompute=True), Algorithm 3, beside the same without. Nothing is timed. The paper (arXiv 2412.15411 version
 1, sections 5.1 and 5.2) saves up to 40 % by the one, a factor of up to 5 by the other. docs/moetion.md has the table.
 """

@@ -23,7 +23,7 @@ from moe_ckpt.peers.replication import Replicator
 from moe_ckpt.policies import Dense, GradientLog, MoEtion, Policy
 from moe_ckpt.policies.base import ALL_SENT
 from moe_ckpt.session.session import CheckpointSession
-from moe_ckpt.slices.mirroring import MirroredShares
+from moe_ckpt.slices.local_state import MirroredShares
 
 WARM = 3
 """Steps that are not counted: optimizer state comes into being, and the first checkpoints hold everything."""

@@ -20,7 +20,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_ckpt.core.save_budget import BLOCK
+from moe_ckpt.core.cadence import BLOCK
 from moe_ckpt.policies.moetion import PROBED_CHECKPOINTS
 from moe_ckpt.run.meter import COMPARED
 from tests.dist.test_memory import lose

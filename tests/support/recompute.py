@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from moe_ckpt.core.save_budget import is_small
+from moe_ckpt.core.cadence import is_small
 from moe_ckpt.core.step import SnapshotPlan, Tier
 from moe_ckpt.errors import MemoryFullError
 from moe_ckpt.format.slot import SlotHeader

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from moe_ckpt.core.anchors import GradientGroups
 from moe_ckpt.core.operators import (
     Catalog,
     MoELayer,
@@ -20,7 +19,7 @@ from moe_ckpt.core.operators import (
     non_expert_id,
 )
 from moe_ckpt.core.placement import everywhere
-from moe_ckpt.core.step import Contents, Step, Tier, WindowPlace
+from moe_ckpt.core.step import Contents, GradientGroups, Step, Tier, WindowPlace
 from moe_ckpt.core.tokens import NO_COUNTS
 from moe_ckpt.ledger.retention import MemoryStep
 from moe_ckpt.policies import FaultRecord, MemoryFacts, ModelFacts, PolicyContext, RunFacts

@@ -8,9 +8,9 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ckpt.core.anchors import Anchors
 from moe_ckpt.core.step import Step
 from moe_ckpt.ledger.freshness import STALE
+from moe_ckpt.ledger.ledger import Anchors
 from moe_ckpt.ledger.retention import needed, newest_checkpoint
 from moe_ckpt.reading.memory.memory_shares import Share, beneath_of, checkpoints_of, snapshots_of
 from moe_ckpt_sim.run.durable import MovingLedger

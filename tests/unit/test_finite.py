@@ -7,9 +7,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ckpt.format.finite import all_finite, first_not_finite, judged_in
 from moe_ckpt.format.sealed import Fragment
 from moe_ckpt.format.shard import TORCH_DTYPES, SliceEntry
+from moe_ckpt.slices.checksums import all_finite, first_not_finite, judged_in
 
 FLOATS = [name for name, dtype in TORCH_DTYPES.items() if dtype.is_floating_point or dtype.is_complex]
 MANY = 1 << 19

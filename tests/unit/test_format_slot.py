@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from moe_ckpt.core.anchors import GradientGroups
-from moe_ckpt.core.step import WindowPlace
+from moe_ckpt.core.step import GradientGroups, WindowPlace
 from moe_ckpt.core.tokens import NO_COUNTS, FaultRecord
 from moe_ckpt.errors import DamagedError
 from moe_ckpt.format.sealed import seal, unseal

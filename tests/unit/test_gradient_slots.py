@@ -7,9 +7,9 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from moe_ckpt.core.anchors import MOST_SLOTS, NONE, Anchors
 from moe_ckpt.core.step import Step
 from moe_ckpt.format.slot import GRADIENTS
+from moe_ckpt.ledger.ledger import MOST_SLOTS, NEVER, Anchors
 from moe_ckpt.ledger.retention import MemoryStep, is_live, live_groups, needed, newest_checkpoint
 from moe_ckpt.policies.rolling import held_bytes_per_parameter, most_held_bytes_per_parameter
 from moe_ckpt.reading.memory.memory_shares import Share, checkpoints_of, without
@@ -61,7 +61,7 @@ class Memory:
     def require(self, last: MemoryStep) -> None:
         """Everything that leads to a step is there: for each operator its gradients since its anchor."""
         for operator, anchor in self.anchored[last.number].items():
-            assert anchor != NONE
+            assert anchor != NEVER
             assert anchor in self.steps
             for sequence in range(anchor + 1, last.number + 1):
                 there = (ops for key, ops in self.slots.items() if key[0] == sequence)
@@ -136,7 +136,7 @@ def test_a_step_has_so_many_slots_at_most():
     numbers = [number for each in found.groups for number in each]
     assert numbers == sorted(numbers), "those that were anchored together first lie together"
     assert len(numbers) == len(model.everything) - 3
-    assert found.slot_of[:3].tolist() == [NONE] * 3
+    assert found.slot_of[:3].tolist() == [NEVER] * 3
     assert set(found.slot_of[3:].tolist()) == set(range(MOST_SLOTS))
 
 

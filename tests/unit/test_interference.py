@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks import interference
-from moe_ckpt.core.save_budget import BLOCK, is_small
+from moe_ckpt.core.cadence import BLOCK, is_small
 from moe_ckpt.core.step import Fate
 from moe_ckpt.policies import Dense, MoEtion
 from moe_ckpt.policies.base import Measured

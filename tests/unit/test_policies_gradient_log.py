@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_ckpt.core.anchors import anchored_after
 from moe_ckpt.core.operators import OperatorKind
 from moe_ckpt.core.placement import Placement, everywhere
 from moe_ckpt.core.window import OperatorBytes
 from moe_ckpt.errors import ConfigError
+from moe_ckpt.ledger.ledger import anchored_after
 from moe_ckpt.policies import AnyOf, GradientLog, needs_of
 from moe_ckpt.policies.base import Measured, Sends
 from tests.support.constants import with_constants

@@ -306,7 +306,7 @@ def test_an_expert_too_large_for_any_rank_alone_is_saved_over_the_budget():
 
 
 def heaviest(context, operators):
-    """Bytes on the rank that saves most, recounted from the catalog: see ``save_budget.Division``."""
+    """Bytes on the rank that saves most, recounted from the catalog: see ``cadence.Division``."""
     catalog, placement, sizes = context.model.catalog, context.model.placement, context.model.sizes
     peak = 0
     for stage, width in enumerate(placement.stages):

@@ -10,7 +10,7 @@ import pytest
 
 from moe_ckpt import Memory
 from moe_ckpt.policies import Dense
-from moe_ckpt.run import read_ahead
+from moe_ckpt.run import documents
 from moe_ckpt.run.options import make_options
 from moe_ckpt.threads import ThreadName
 from tests.support.store_builder import example
@@ -36,7 +36,7 @@ def read(monkeypatch):
 
     monkeypatch.setattr(os, "readv", noting)
     yield found
-    read_ahead.end()
+    documents.end_reading_ahead()
     retry_until(is_over)
 
 
@@ -80,17 +80,17 @@ def test_damage_is_met_by_whoever_resumes(tmp_path, read, caplog):
 def test_it_ends_when_the_run_itself_reads(tmp_path, monkeypatch):
     """Even in the middle of a file."""
     (tmp_path / "file").write_bytes(bytes(100))
-    monkeypatch.setattr(read_ahead, "_PIECE_NBYTES", 1)
+    monkeypatch.setattr(documents, "_PIECE_NBYTES", 1)
     stop, plain, count = threading.Event(), os.readv, []
 
     def slow(descriptor, buffers):
         count.append(time.sleep(0.01))
         if len(count) == 3:
-            read_ahead.end()
+            documents.end_reading_ahead()
         return plain(descriptor, buffers)
 
     monkeypatch.setattr(os, "readv", slow)
-    read_ahead._under_way.add(stop)
-    read_ahead._read_file(str(tmp_path / "file"), stop)
+    documents._under_way.add(stop)
+    documents._read_file(str(tmp_path / "file"), stop)
     assert len(count) == 3
-    assert not read_ahead._under_way
+    assert not documents._under_way

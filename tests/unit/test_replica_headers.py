@@ -10,7 +10,7 @@ from moe_ckpt.format.shard import ShardHeader, SliceEntry, encode_header, in_a_r
 from moe_ckpt.format.slot import SlotHeader, SlotPart
 from moe_ckpt.peers import store as replica_store
 from moe_ckpt.peers.store import Extents, HeaderReader
-from moe_ckpt.slices.mirroring import digests_of
+from moe_ckpt.slices.checksums import digests_of
 from tests.support.replicas import slot_header, with_checksums
 
 SIZES = (16, 0, 7, 100)

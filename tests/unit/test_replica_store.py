@@ -12,7 +12,8 @@ import torch
 
 from moe_ckpt.errors import MemoryFullError
 from moe_ckpt.peers.store import Extents, Incoming, ReplicaStore
-from moe_ckpt.slices.mirroring import Mirror, digests_of
+from moe_ckpt.slices.checksums import digests_of
+from moe_ckpt.slices.snapshot import Mirror
 from moe_ckpt.tiers.host_tier import checksum
 from tests.support.replicas import slot_header
 

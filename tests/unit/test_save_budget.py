@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ckpt.core.save_budget import Division, bytes_in_time, largest_k, least_capacity, owned_total
+from moe_ckpt.core.cadence import Division, bytes_in_time, largest_k, least_capacity, owned_total
 from moe_ckpt.policies.base import Measured
 
 OWNED = st.lists(st.integers(0, 9), min_size=1, max_size=6)

@@ -30,7 +30,7 @@ from moe_ckpt.slices.assignment import ComputeTypes
 from moe_ckpt.slices.checksums import Checker, checking_threads
 from moe_ckpt.slices.compiling import CompiledPart, PlanCompiler
 from moe_ckpt.slices.copying import Copier, Copy
-from moe_ckpt.slices.mirroring import MirroredShares
+from moe_ckpt.slices.local_state import MirroredShares
 from moe_ckpt.slices.snapshot import Encode, Snapshot, copy_at_once, placed
 from moe_ckpt.threads import ThreadName
 from moe_ckpt.tiers import host_tier

@@ -13,7 +13,6 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from moe_ckpt.core.anchors import GradientGroups
     from moe_ckpt.core.tokens import Counts, FaultRecord
     from moe_ckpt.core.window import Window
 
@@ -109,6 +108,22 @@ class PeerPart(enum.IntEnum):
     NOTHING = 0
     STORED = 1
     EVERYTHING = 2
+
+
+@dataclass(frozen=True, eq=False)
+class GradientGroups:
+    """The operators whose gradients a step logs, grouped by the snapshot that anchored them.
+
+    If the policy keeps to its rounds, operators that were anchored together are anchored together again, and then none
+    of their older gradients is needed. So each group has its own memory slot for gradients.
+
+    Attributes:
+        groups: For each slot, the numbers of its groups, in the order in which they were anchored.
+        slot_of: ``[operators]`` slot of each operator; -1 for operators whose gradients are not logged.
+    """
+
+    groups: tuple[tuple[int, ...], ...]
+    slot_of: Counts
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from moe_ckpt.core.anchors import GradientGroups
-from moe_ckpt.core.step import Contents, Facts, Step, WindowPlace
+from moe_ckpt.core.step import Contents, Facts, GradientGroups, Step, WindowPlace
 from moe_ckpt.core.tokens import NO_COUNTS, fault_rows, faults_in
 from moe_ckpt.errors import DamagedError
 from moe_ckpt.format import FORMAT_VERSION
@@ -27,7 +26,7 @@ from moe_ckpt.ledger.freshness import FRESH, STALE, UNKNOWN
 KIND = "moe_ckpt.slot"
 STATE, TENSORS, GRADIENTS = "state", "tensors", "gradients"
 """Contents of a slot that is not all of a rank's share: its plain state, all but that, or consumed gradients of some
-operators. A slot of gradients is freed as soon as no newer step needs it (``core.anchors``)."""
+operators. A slot of gradients is freed as soon as no newer step needs it (``ledger.ledger.Anchors``)."""
 _LENGTH_NBYTES = 8
 _NOT_OURS = "not the header of a memory slot of this format: "
 _PIECE = {"nbytes": whole(), "xxh3_128": text}

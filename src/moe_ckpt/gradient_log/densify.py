@@ -22,7 +22,6 @@ import xxhash
 from moe_ckpt.commit.keeping import StoreContents
 from moe_ckpt.core.step import Tier
 from moe_ckpt.errors import CoverageError, NoCheckpointError, NotFiniteError, StoreInUseError, UnsupportedError
-from moe_ckpt.format.finite import all_finite, judged_in
 from moe_ckpt.format.manifest import (
     KINDS,
     MANIFEST_NAME,
@@ -49,6 +48,7 @@ from moe_ckpt.reading.memory.slot_storage import OpenedMemory
 from moe_ckpt.reading.reader import StoreReader, check_checkpoint
 from moe_ckpt.reading.together import by_rank_zero, together
 from moe_ckpt.recovery.executing import plain_spans
+from moe_ckpt.slices.checksums import all_finite, judged_in
 from moe_ckpt.slices.writing import write_named
 from moe_ckpt.storage.base import Storage
 from moe_ckpt.storage.lock import StoreLock

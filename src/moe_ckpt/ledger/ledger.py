@@ -1,25 +1,25 @@
-"""Books which version of every operator exists in which tier. Nothing else does.
+"""Books which version of every operator exists in which tier, and which one a gradient log builds upon (its anchor).
+Nothing else does.
 
-For trainer and simulator, this module and ``core.anchors`` compute what is missing, stale, unsaved, lost or oldest, and
-where a log of gradients begins, from what was recorded when checkpoints were committed. Pure: arrays over the operators
+For trainer and simulator, this module computes what is missing, stale, unsaved, lost or oldest, and where a log of
+gradients begins, from what was recorded when checkpoints were committed. Pure: arrays over the operators
 of one model, no I/O. The ledger is what a run knows while it lives; after a failure, ``recovery.recovery_plan`` decides
 by the versions that sources still have.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 import numpy.typing as npt
 
-from moe_ckpt.core.anchors import Anchors
 from moe_ckpt.core.operators import Catalog, grid_of
-from moe_ckpt.core.step import Tier
+from moe_ckpt.core.step import GradientGroups, Tier
 from moe_ckpt.core.tokens import AtRisk, Counts, TokenBook
 
 NEVER = -1
-"""Number of an operator that a tier does not have."""
+"""Stands for the number or step of a version, or of an anchor, that an operator does not have."""
 
 
 class Versions:
@@ -232,3 +232,138 @@ class Ledger:
     def _experts(self, places: Counts) -> Counts:
         """Returns ``[n, 2]`` layer and expert, of the experts at these places of the catalog."""
         return self.catalog.layer_and_expert[places[self.catalog.is_expert[places]]]
+
+
+# --- gradient logs ---
+#
+# An operator's anchor is the newest snapshot that saved it in full. The snapshots since then log its gradients.
+
+MOST_SLOTS = 16
+"""Most slots that hold the gradients of one step."""
+
+
+class Anchors:
+    """The anchor of each operator. Snapshots are named by their sequence, and each logged one follows the one before.
+
+    All ranks have equal anchors if they report the same events in the same order. The data are arrays over all
+    operators, so that no call runs Python code for each operator.
+
+    A log may leave operators out (MoEtion): an operator that a snapshot neither anchors nor has the gradient of loses
+    its anchor with that snapshot. The gradients that lead to its newest version are then deleted, so the operator is
+    owed: it must be saved in full.
+
+    Args:
+        catalog: Of the model.
+
+    Attributes:
+        steps: ``[operators]`` step of each anchor, ``NEVER`` without one (``MemoryFacts.anchored_at``). A new array
+            whenever an anchor changes.
+    """
+
+    def __init__(self, catalog: Catalog) -> None:
+        self._catalog = catalog
+        self.steps: Counts = np.full(len(catalog.operators), NEVER, dtype=np.int64)
+        self._sequences = self.steps
+        self._groups = self.steps
+        self._next_group = 0
+        self._is_owed = np.zeros(len(catalog.operators), dtype=bool)
+        self._repaid = np.full(len(catalog.operators), NEVER, dtype=np.int64)
+        """``[operators]`` the snapshot that saved an owed operator in full again."""
+
+    @property
+    def log_operators(self) -> Collection[str]:
+        """Operators whose newest version follows from gradients."""
+        return self._catalog.ids_of(self._is_owed) if self._is_owed.any() else ()
+
+    def without_anchor(self, gradients: tuple[str, ...]) -> frozenset[str]:
+        """Returns the operators among ``gradients`` that have no anchor."""
+        places = self._catalog.places_of(gradients)
+        lacking = places[self._sequences[places] == NEVER].tolist()
+        return frozenset(map(self._catalog.everything.__getitem__, lacking))
+
+    def since(self, sequence: int, anchored: tuple[str, ...], gradients: tuple[str, ...] | None = None) -> int | None:
+        """Returns the first snapshot that a snapshot needs; None if an operator whose gradient it has lacks an anchor.
+
+        Args:
+            sequence: Of the snapshot.
+            anchored: Operators that it has in full.
+            gradients: Operators whose gradients it has, unless it has them in full; None for all others.
+        """
+        places_of = self._catalog.places_of
+        needed: npt.NDArray[np.bool_] = np.full(len(self.steps), gradients is None)
+        if gradients is not None:
+            needed[places_of(gradients)] = True
+        needed[places_of(anchored)] = False
+        oldest = int(self._sequences[needed].min(initial=sequence))
+        return None if oldest == NEVER else oldest
+
+    def grouped(self, gradients: tuple[str, ...]) -> GradientGroups:
+        """Returns operators, grouped by the snapshots that anchored them.
+
+        Args:
+            gradients: Operators whose gradients the next snapshot has; each has an anchor.
+        """
+        places = self._catalog.places_of(gradients)
+        numbers, group_at = np.unique(self._groups[places], return_inverse=True)
+        slots = np.arange(len(numbers)) * min(MOST_SLOTS, len(numbers)) // max(1, len(numbers))
+        slot_of = np.full(len(self.steps), NEVER, dtype=np.int64)
+        slot_of[places] = slots[group_at]
+        groups = tuple(tuple(numbers[slots == at].tolist()) for at in range(int(slots.max(initial=-1)) + 1))
+        return GradientGroups(groups, slot_of)
+
+    def begun(
+        self,
+        sequence: int,
+        step: int,
+        anchored: tuple[str, ...],
+        gradients: tuple[str, ...] | None = None,
+        together: Sequence[tuple[str, ...]] = (),
+    ) -> None:
+        """Notes that a snapshot began which follows the one before.
+
+        Args:
+            sequence: Of the snapshot.
+            step: The step whose state it has.
+            anchored: Operators that it has in full.
+            gradients: Operators whose gradients it has; None for all others.
+            together: Groups of ``anchored`` that will be anchored together next; the rest is one group.
+        """
+        full = self._catalog.places_of(anchored)
+        group = np.full(len(self.steps), self._next_group, dtype=np.int64)
+        for number, group_members in enumerate(together, self._next_group + 1):
+            group[self._catalog.places_of(group_members)] = number
+        self._groups = self._groups.copy()
+        self._groups[full] = group[full]
+        self._next_group += 1 + len(together)
+        logged = None if gradients is None else self._catalog.places_of(gradients)
+        self.steps = anchored_after(self.steps, step, full, logged)
+        self._sequences = anchored_after(self._sequences, sequence, full, logged)
+        if logged is not None:
+            self._repaid[full[self._is_owed[full]]] = sequence
+            self._is_owed[full] = False
+            self._is_owed[logged] = True
+
+    def broken(self, sequence: int | None = None) -> None:
+        """Notes that snapshot ``sequence`` is lost, which ends all chains through it; None: a step was not saved."""
+        cut = np.ones(len(self.steps), dtype=bool) if sequence is None else self._sequences <= sequence
+        self.steps, self._sequences = np.where(cut, NEVER, self.steps), np.where(cut, NEVER, self._sequences)
+        if sequence is not None:
+            self._is_owed |= self._repaid == sequence
+
+
+def anchored_after(anchored_at: Counts, step: int, anchored: Counts, gradients: Counts | None) -> Counts:
+    """Returns ``MemoryFacts.anchored_at`` as it is after ``step`` is saved.
+
+    Args:
+        anchored_at: ``[operators]`` before the step.
+        step: The step that is saved.
+        anchored: ``[n]`` places in the catalog of the operators that are saved in full.
+        gradients: ``[m]`` places of the operators whose consumed gradients alone are saved; None for all others.
+    """
+    if gradients is None:
+        resulting = anchored_at.copy()
+    else:
+        resulting = np.full_like(anchored_at, NEVER)
+        resulting[gradients] = anchored_at[gradients]
+    resulting[anchored] = step
+    return resulting

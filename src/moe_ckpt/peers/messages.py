@@ -22,7 +22,7 @@ from moe_ckpt.format.slot import SlotHeader
 from moe_ckpt.peers.store import HeaderReader, Incoming, ReplicaStore, decoded
 from moe_ckpt.peers.wire import CHUNK_NBYTES, Link, Wire
 from moe_ckpt.ports import GatedTransfer
-from moe_ckpt.slices.mirroring import Mirror
+from moe_ckpt.slices.snapshot import Mirror
 
 log = logging.getLogger("moe_ckpt")
 

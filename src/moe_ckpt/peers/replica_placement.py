@@ -11,7 +11,7 @@ lost nodes destroy (Gemini, SOSP'23, section 4, Theorem 1). Otherwise each copy 
 node and rank: a rank of a small domain beside large ones then holds more copies than it has itself.
 
 Copies go first to ranks on other nodes that hold the same training state, even in a domain that already has a copy:
-state that such a peer has need not be sent (MoEtion, arXiv 2412.15411 v1, Algorithm 2; ``slices.mirroring``). The paper
+state that such a peer has need not be sent (MoEtion, arXiv 2412.15411 v1, Algorithm 2; ``MirroredShares``). The paper
 computes these groups from rank numbers, by a formula that gives pipelines instead; here they are the process groups.
 """
 

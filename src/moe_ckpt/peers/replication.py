@@ -309,7 +309,7 @@ class Replicator:
 
     @property
     def saved_bytes(self) -> int:
-        """Bytes of these copies that were not sent, because peers had them (``slices.mirroring``)."""
+        """Bytes of these copies that were not sent, because peers had them (``slices.local_state``)."""
         return sum(sender.saved_bytes for sender in self._senders)
 
     # --- as a holder ---

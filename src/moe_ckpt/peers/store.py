@@ -16,8 +16,9 @@ from moe_ckpt.format.shard import Checksums, split_header
 from moe_ckpt.format.slot import GRADIENTS, SlotHeader, SlotPart, decode_slot
 from moe_ckpt.ledger.coverage import joined_ranges
 from moe_ckpt.memory.slot import Slot
+from moe_ckpt.slices.checksums import digests_of
 from moe_ckpt.slices.cuts import Numbers
-from moe_ckpt.slices.mirroring import Mirror, digests_of
+from moe_ckpt.slices.snapshot import Mirror
 
 _CACHED_NBYTES = 64 << 20
 """Most bytes of cached heads per source. A policy saves other slices at every step, but later the first ones again."""

@@ -14,9 +14,9 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
+from moe_ckpt.core.cadence import bytes_in_time
 from moe_ckpt.core.operators import Catalog, Remembered
 from moe_ckpt.core.placement import Placement
-from moe_ckpt.core.save_budget import bytes_in_time
 from moe_ckpt.core.step import SnapshotPlan, Tier
 from moe_ckpt.core.tokens import NO_COUNTS, Counts, FaultRecord
 from moe_ckpt.core.user_text import named_arguments
@@ -40,7 +40,7 @@ class Measured:
         update_secs: Time of the optimizer's update, during which nothing may be copied.
         send_bytes_per_sec: Rate from host memory to the memory of all peers, including verification.
         copy_interference_secs: Time by which copying slows down an iteration, without waits, from iterations beside
-            checkpoints of different sizes (``core.save_budget``).
+            checkpoints of different sizes (``core.cadence``).
     """
 
     iteration_secs: float | None = None
@@ -91,7 +91,7 @@ class Measured:
 
 
 class Sends(NamedTuple):
-    """The parts of a snapshot that must be sent to peers, because these lack the same state (``slices.mirroring``).
+    """The parts of a snapshot that must be sent to peers, because these lack the same state (``slices.local_state``).
 
     Attributes:
         shared: True if some state of gates and non-experts must be sent.
@@ -215,7 +215,7 @@ class MemoryFacts:
         tiers: Tiers that the checkpoint of this step goes to. ``Tier.HOST`` is memory that outlives the process, if
             there is any, ``Tier.PEER`` that of the peers that get copies.
         sends: Parts of a snapshot that must be sent to peers.
-        anchored_at: ``[operators]``, in the catalog's order: step of the newest anchor (``core.anchors``),
+        anchored_at: ``[operators]``, in the catalog's order: step of the newest anchor (``ledger.ledger.Anchors``),
             complete or under way, from which gradients (held or under way) bring the operator to the newest step; -1 if
             there is none. Empty if the policy does not need it.
     """

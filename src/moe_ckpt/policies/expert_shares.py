@@ -13,9 +13,9 @@ from functools import cached_property, lru_cache
 import numpy as np
 import numpy.typing as npt
 
+from moe_ckpt.core.cadence import Division, least_capacity
 from moe_ckpt.core.operators import Catalog, MoELayer, Remembered, expert_id, grid_of
 from moe_ckpt.core.placement import Placement
-from moe_ckpt.core.save_budget import Division, least_capacity
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.core.window import OperatorBytes
 from moe_ckpt.policies.base import ALL_SENT, PolicyContext, Sends, require_sizes

@@ -1,6 +1,6 @@
 """``GradientLog``: each step saves some operators in full (anchors), and the gradients of all others.
 
-Between two anchors an operator's state follows from the anchor and the consumed gradients (``core.anchors``). So a
+Between two anchors an operator's state follows from the anchor and the consumed gradients (``ledger.ledger``). So a
 recovery needs only optimizer steps: it restores the newest step, and only the step under way is trained again.
 MoEtion's Algorithm 3 (arXiv 2412.15411 v1) sends gradients for the same reason, for experts that were sent in full at
 the step before.

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from moe_ckpt.core.cadence import largest_k
 from moe_ckpt.core.operators import Catalog
-from moe_ckpt.core.save_budget import largest_k
 from moe_ckpt.core.step import SnapshotPlan
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.core.user_text import named_arguments

@@ -13,8 +13,8 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from moe_ckpt.core.cadence import BLOCK, is_small
 from moe_ckpt.core.operators import Catalog
-from moe_ckpt.core.save_budget import BLOCK, is_small
 from moe_ckpt.core.step import SnapshotPlan, Tier
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.core.user_text import named_arguments
@@ -71,7 +71,7 @@ class MoEtion:
     an iteration does not count, if there are iterations without a checkpoint to compare with, or, with
     ``every_n_steps=1``, once small checkpoints at the beginning of the run have shown it (``probes``).
     Non-experts come first. The rest is enough for ``S_total`` experts, on the rank that has most to save
-    (``core.save_budget.Division.affordable``), in each pipeline stage separately. They are divided among its layers by
+    (``core.cadence.Division.affordable``), in each pipeline stage separately. They are divided among its layers by
     unsaved tokens, and in each layer those with most unsaved tokens are saved, ties oldest first, then lowest index
     (Algorithm 1, ``expert_shares.layer_shares``). What a layer cannot save because the owners of its experts have
     no room left goes to the next best experts of all layers.
@@ -137,7 +137,7 @@ class MoEtion:
         """True if a run probes at its beginning, because with a checkpoint at each step no iteration is without one.
 
         It then saves one expert per layer in two of four checkpoints, until the slowdown by saving is measured
-        (``core.save_budget``), for ``PROBED_CHECKPOINTS`` at most. No gradients are sent until then.
+        (``core.cadence``), for ``PROBED_CHECKPOINTS`` at most. No gradients are sent until then.
         """
         return self.every_n_steps == 1 and self.experts is None
 

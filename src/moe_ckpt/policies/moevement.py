@@ -12,8 +12,8 @@ from dataclasses import asdict, dataclass, replace
 from math import inf
 from typing import Any, ClassVar
 
+from moe_ckpt.core.cadence import bytes_in_time
 from moe_ckpt.core.operators import Catalog
-from moe_ckpt.core.save_budget import bytes_in_time
 from moe_ckpt.core.step import SnapshotPlan
 from moe_ckpt.core.user_text import named_arguments
 from moe_ckpt.core.window import (

@@ -12,11 +12,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
-from moe_ckpt.core.anchors import MOST_SLOTS
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.placement import Placement
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.core.window import Lane, OperatorBytes, lanes_of, merge_coupled, side_by_side
+from moe_ckpt.ledger.ledger import MOST_SLOTS
 
 Slots = tuple[tuple[str, ...], ...]
 """Per step of a round, the anchored operators."""

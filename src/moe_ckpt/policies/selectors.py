@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from moe_ckpt.core.cadence import least_capacity
 from moe_ckpt.core.operators import Remembered
 from moe_ckpt.core.placement import interleaved_order
-from moe_ckpt.core.save_budget import least_capacity
 from moe_ckpt.core.step import Tier
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.policies.base import PolicyContext

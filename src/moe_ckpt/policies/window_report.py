@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
+from moe_ckpt.core.cadence import bytes_in_time
 from moe_ckpt.core.placement import Placement
-from moe_ckpt.core.save_budget import bytes_in_time
 from moe_ckpt.core.window import OperatorBytes, Window, lanes_of, share_bytes, slot_bytes
 
 _NOTICED = 0.01

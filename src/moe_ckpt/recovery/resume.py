@@ -43,7 +43,7 @@ from moe_ckpt.reading.together import (
 )
 from moe_ckpt.recovery.executing import Admits, Opener, OpenLog, Recovery, Restored, StorageSource, open_dense
 from moe_ckpt.recovery.recovery_plan import first_choice
-from moe_ckpt.run import read_ahead
+from moe_ckpt.run.documents import end_reading_ahead
 from moe_ckpt.storage.base import Storage
 from moe_ckpt.tiers.host_tier import HostTier
 from moe_ckpt.tiers.memory_tier import MemoryTier
@@ -105,7 +105,7 @@ def resume_newest(
         ConfigError, UnsupportedError: The checkpoint and this run's configuration contradict each other.
         StoreError: One of these on another rank, with its message.
     """
-    read_ahead.end()
+    end_reading_ahead()
     reader = StoreReader(storage, read_patience_secs)
     recovery = Recovery(storage, reader, comm, state, admits, open_log)
     has_slots = tier is not None and (tier.outlives_process or any(largest(comm, [bool(tier.left_slots.slots)])))

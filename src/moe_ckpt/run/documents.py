@@ -1,13 +1,17 @@
 """Reads the documents of a store. The size is checked first, so that none costs more memory than a document may need,
 and decoding is strict. For the engine, which maintains a store, and for recovery, which opens it.
 
-Also here: the record of a finished run, written by rank 0 when training ended well, and read when it is started again.
+Also here: the record of a finished run, written by rank 0 when training ended well, and read when it is started again;
+and a thread that reads, while the process builds its model, the files from which the run will most likely resume.
 """
 
 from __future__ import annotations
 
 import logging
+import os
+import threading
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 from moe_ckpt.errors import DamagedError, FormatVersionError, StoreError
@@ -26,13 +30,19 @@ from moe_ckpt.format.run_records import FINISHED_NAME, Finished
 from moe_ckpt.format.sealed import FRAME_NBYTES, MAX_SEALED_BYTES, digest, require_frame
 from moe_ckpt.format.shard import MAX_HEADER_BYTES, ShardHeader, decode_header
 from moe_ckpt.ports import Communicator
-from moe_ckpt.storage.base import Chunk, ReadableStorage, Storage
-from moe_ckpt.threads import ThreadName, ahead
+from moe_ckpt.storage.base import Chunk, ReadableStorage, Storage, split_path
+from moe_ckpt.storage.local import LocalStorage
+from moe_ckpt.threads import ThreadName, ahead, named_thread
+
+log = logging.getLogger("moe_ckpt")
 
 _READERS = 16
 """Threads that read parts. A round of MoC has as many parts as a layer has experts, each a few requests to a server."""
 _LOOK_FIRST_NBYTES = 4 << 20
 """Of larger files, beginning and end are read before the rest."""
+_PIECE_NBYTES = 4 << 20
+_under_way = set[threading.Event]()
+"""Threads that read ahead end when theirs is set."""
 Description = TypeVar("Description")
 _warned_of: set[tuple[str, str]] = set()
 """(root, name) of the links for which this process has logged a warning."""
@@ -177,9 +187,6 @@ def read_header(storage: ReadableStorage, record: FileRecord) -> ShardHeader:
     return header
 
 
-log = logging.getLogger("moe_ckpt")
-
-
 def write_finished(
     storage: Storage, newest: str, reason: str, limits: Mapping[str, int], callbacks: Mapping[str, Any]
 ) -> None:
@@ -228,3 +235,55 @@ def read_finished(storage: ReadableStorage, comm: Communicator, manifest: Manife
     finished = Finished.decode(raw, FINISHED_NAME)
     end = (finished.run_id, finished.step, finished.generation)
     return finished if end == (manifest.run_id, manifest.step, manifest.generation) else None
+
+
+# --- reading ahead ---
+#
+# The files come into the page cache. It has no other effect: the resume reads and verifies all files, which takes less
+# time then.
+
+
+def read_ahead(dirpath: str | os.PathLike[str]) -> None:
+    """Begins to read, on a thread, the files of the newest checkpoint in a directory that this rank has written.
+
+    A rank that resumes needs mostly files that the same rank wrote. Its number comes from the launcher, since there is
+    no process group yet.
+
+    Args:
+        dirpath: Of the store; nothing is read of a URL.
+    """
+    if "://" not in os.fspath(dirpath) and os.path.isdir(dirpath):
+        stop = threading.Event()
+        _under_way.add(stop)
+        named_thread(ThreadName.READ, _read_ahead, os.fspath(dirpath), stop, suffix="-ahead").start()
+
+
+def end_reading_ahead() -> None:
+    """Stops reading ahead: from here on the run itself reads."""
+    while _under_way:
+        _under_way.pop().set()
+
+
+def _read_ahead(dirpath: str, stop: threading.Event) -> None:
+    try:
+        storage, rank = LocalStorage(dirpath), int(os.environ.get("RANK", "0"))
+        steps = each_step(storage, lambda name: storage.exists(f"{name}/{MANIFEST_NAME}"))
+        newest = next((name for name in reversed(steps) if steps[name]), None)
+        if newest is None or stop.is_set():
+            return
+        manifest = read_commit(storage, newest)
+        whole = composed(manifest, read_parts(manifest, {}, partial(read_part, storage)))
+        for path in [record.path for record in whole.files if record.rank == rank]:
+            _read_file(os.path.join(storage.root, *split_path(path, storage.root)), stop)
+    except Exception as error:  # the resume meets the same error, and reports it
+        log.info("%s is not read ahead: %s", dirpath, error)
+
+
+def _read_file(path: str, stop: threading.Event) -> None:
+    buffer = bytearray(_PIECE_NBYTES)
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        while not stop.is_set() and os.readv(descriptor, [buffer]):
+            pass
+    finally:
+        os.close(descriptor)

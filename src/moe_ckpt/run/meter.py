@@ -1,7 +1,7 @@
 """Iteration time and checkpoint cost, from laps of the training loop.
 
 If a checkpoint begins at each step, there is no iteration without one to compare with. Then iterations that copied more
-are compared with neighbours that copied less. There are two checkpoints of a size in a row (``core.save_budget``), of
+are compared with neighbours that copied less. There are two checkpoints of a size in a row (``core.cadence``), of
 which the second counts: beside the first one, a larger or smaller one before is still written or sent.
 """
 

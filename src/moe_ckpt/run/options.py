@@ -13,7 +13,6 @@ from moe_ckpt.ledger.retention import RetentionPolicy
 from moe_ckpt.memory.options import Memory
 from moe_ckpt.policies import EXAMPLES, class_of, default_policy, with_option
 from moe_ckpt.policies.base import Needs, Policy, needs_of, require_served
-from moe_ckpt.run import read_ahead
 from moe_ckpt.storage.local import ACCESS
 
 _LONGEST_WAIT_SECS = 30 * 86_400.0
@@ -234,7 +233,9 @@ def make_options(
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from None
     if options.memory is None and options.resume == "auto":  # else it hardly comes from the store
-        read_ahead.begin(dirpath)
+        from moe_ckpt.run.documents import read_ahead  # imports torch, and programs that train nothing have options too
+
+        read_ahead(dirpath)
     return options
 
 

@@ -10,11 +10,11 @@ from dataclasses import replace
 
 from moe_ckpt.commit.persisting import FailureCount
 from moe_ckpt.commit.pipeline import Pipeline
-from moe_ckpt.core.anchors import Anchors
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.errors import SaveFailedError
 from moe_ckpt.format.manifest import step_dir
+from moe_ckpt.ledger.ledger import Anchors
 from moe_ckpt.ports import Communicator
 from moe_ckpt.run.agreement import Deferred, StepAgreement, StepConsensus, StepTokens
 from moe_ckpt.run.meter import Meter

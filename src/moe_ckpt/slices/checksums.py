@@ -1,4 +1,5 @@
-"""Reads what was copied, once: checksums of slices, and whether their values are finite.
+"""Reads what was copied, once: checksums of slices, and whether their values are finite, since no training recovers
+from a weight that is NaN.
 
 By several threads, piece by piece as they arrive from the device, while the rest is still under way. Each piece is read
 twice in a row, the second time out of the cache, by calls that run without the interpreter lock.
@@ -6,17 +7,19 @@ twice in a row, the second time out of the cache, by calls that run without the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import xxhash
 
-from moe_ckpt.format.finite import all_finite, first_not_finite
-from moe_ckpt.format.shard import Checksums
+from moe_ckpt.format.sealed import Fragment
+from moe_ckpt.format.shard import GRADIENT, REPLAY, Checksums, SliceEntry
 from moe_ckpt.memory.cgroups import cores
 from moe_ckpt.slices.cuts import Numbers
 from moe_ckpt.threads import ThreadName, named_pool
@@ -31,7 +34,7 @@ _TASK_NBYTES = 32 << 20
 _CORES_PER_THREAD = 4
 
 Judged = Callable[[str], bool]
-"""Says of a slice's key whether its values count (``format.finite.judged_in``)."""
+"""Says of a slice's key whether its values count (``judged_in``)."""
 
 
 class CopiedPart(NamedTuple):
@@ -189,3 +192,103 @@ def _digests(data: memoryview, bounds: Sequence[int]) -> bytes:
     """Digests of slices, one after the other: no bytecode for each."""
     views = map(data.__getitem__, map(slice, bounds, bounds[1:]))
     return b"".join(map(xxhash.xxh3_64_digest, views))
+
+
+def digests_of(names: Sequence[str]) -> Numbers:
+    """Returns the XXH3-64 of each name. Equal digests do no harm: checksums tell slices apart."""
+    digests = np.fromiter(
+        (xxhash.xxh3_64_intdigest(name.encode()) for name in names), dtype=np.uint64, count=len(names)
+    )
+    return digests.astype(np.int64)
+
+
+# --- finite values ---
+
+_MASKED_NBYTES, _SUMMED_NBYTES = 1 << 20, 4 << 20
+"""Bytes read by one call: for the first its result stays in the cache, for sums the bytes stay that were read
+before."""
+_SUMMED: Mapping[str, npt.DTypeLike] = {"F64": np.float64, "F32": np.float32, "C64": np.float32}
+_BITS: Mapping[str, tuple[npt.DTypeLike, int, int]] = {
+    "F16": (np.uint16, 0x7FFF, 0x7C00),
+    "BF16": (np.uint16, 0x7FFF, 0x7F80),
+    "F8_E4M3": (np.uint8, 0x7F, 0x7F),
+    "F8_E5M2": (np.uint8, 0x7F, 0x7C),
+}
+"""For types that numpy lacks, or reads slowly: the integers as which they are read, the bits without the sign, and the
+least of these integers that is not a finite number."""
+_OF_ALL = re.compile(r"\.experts\.\d+\.")
+
+
+def all_finite(data: memoryview, dtype: str) -> bool:
+    """Returns False if some value is NaN or infinite.
+
+    Args:
+        data: The values' bytes, one after the other.
+        dtype: Their type, as named in headers. Whole numbers are finite.
+    """
+    if dtype in _SUMMED:
+        return _are_finite(np.frombuffer(data, _SUMMED[dtype]))
+    if dtype not in _BITS:
+        return True
+    kind, mask, least = _BITS[dtype]
+    values = np.frombuffer(data, kind)
+    chunk = _MASKED_NBYTES // values.itemsize
+    pieces = (values[at : at + chunk] & values.dtype.type(mask) for at in range(0, len(values), chunk))
+    return all(int(piece.max()) < least for piece in pieces)
+
+
+def _are_finite(values: npt.NDArray[np.floating]) -> bool:
+    """Returns whether all values are finite. A sum with NaN or infinity is never finite, and adding takes half the time
+    of looking at each value; a sum of finite values may overflow, so that values are looked at then."""
+    chunk = _SUMMED_NBYTES // values.itemsize
+    with np.errstate(all="ignore"):
+        for at in range(0, len(values), chunk):
+            piece = values[at : at + chunk]
+            if not np.isfinite(np.add.reduce(piece)) and not np.isfinite(piece).all():
+                return False
+    return True
+
+
+def first_not_finite(entries: Sequence[SliceEntry], data: memoryview, ends: Sequence[int], judged: Judged) -> str:
+    """Returns the key of the first slice with NaN or infinity; empty if there is none.
+
+    Args:
+        entries: Slices that follow one another.
+        data: Bytes with the slices.
+        ends: End of each in ``data``.
+        judged: Returns whether the slice of a key counts (``judged_in``).
+    """
+    for entry, end in zip(entries, ends, strict=True):
+        if not all_finite(data[end - entry.nbytes : end], entry.dtype) and judged(entry.key):
+            return entry.key
+    return ""
+
+
+def judged_in(state: Any) -> Judged:
+    """Returns a function that tells for a slice's key whether its values must be finite: those of trained parameters,
+    of their optimizer state, and of consumed gradients.
+
+    A parameter that requires no gradient may be infinite on purpose, as masks are. Gradients do not count if a loss
+    scaler may have left the update out.
+
+    Args:
+        state: A rank's plain state, encoded. If it is of no trainer of this library, everything counts.
+    """
+    state = state if isinstance(state, Mapping) else {}
+    plain, log = (value if isinstance(value := state.get(key), Mapping) else {} for key in ("plain", "gradient_log"))
+    groups = (plain.get(key) for key in ("frozen", "resting"))
+    lists = (group.value if isinstance(group, Fragment) else group for group in groups)
+    at_rest = {name for names in lists if isinstance(names, list) for name in names}
+    scaled = any(update.get("found_inf") is not None for update in log.get("updates", ()))
+
+    def judged(key: str) -> bool:
+        kind, _, name = key.removeprefix(REPLAY).partition("/")
+        if scaled and key.startswith(GRADIENT):
+            return False
+        if kind in ("optim", "grad"):
+            name = name.partition("/")[2]
+        if kind == "optim":
+            name = name.rpartition("/")[0]
+        return not at_rest & {name, _OF_ALL.sub(".experts.*.", name)}
+
+    return judged

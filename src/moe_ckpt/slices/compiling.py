@@ -28,7 +28,7 @@ from moe_ckpt.format.shard import ALIGNMENT, GRADIENT, SliceEntry, head_of, in_a
 from moe_ckpt.ledger.coverage import PRIME, Box
 from moe_ckpt.ports import StateTensor, TensorSpec
 from moe_ckpt.slices.assignment import ComputeTypes, Sharder, WriteAssignment
-from moe_ckpt.slices.checksums import Piece, pieces_of
+from moe_ckpt.slices.checksums import Piece, digests_of, pieces_of
 from moe_ckpt.slices.claims import Claims
 from moe_ckpt.slices.copying import CopyProgram
 from moe_ckpt.slices.cuts import (
@@ -43,8 +43,7 @@ from moe_ckpt.slices.cuts import (
     stretches,
     table_of_side,
 )
-from moe_ckpt.slices.local_state import LocalState
-from moe_ckpt.slices.mirroring import MIRROR, MirroredShares, digests_of
+from moe_ckpt.slices.local_state import MIRROR, LocalState, MirroredShares
 
 HOST_ONLY = "held"
 """Kind of the part that stays in host memory and becomes no shard."""

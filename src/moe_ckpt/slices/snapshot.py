@@ -19,7 +19,6 @@ from moe_ckpt.ledger.freshness import UNKNOWN
 from moe_ckpt.memory.arena import Buffer
 from moe_ckpt.slices.compiling import GRADIENTS, CompiledPart, CompiledPlan
 from moe_ckpt.slices.copying import Copy, copy_here
-from moe_ckpt.slices.mirroring import Mirror
 
 Plain = tuple[Any, list[tuple[SliceEntry, torch.Tensor]]]
 """A rank's plain state, encoded, and its tensors."""
@@ -46,6 +45,21 @@ class SealedPart:
     checksums: Checksums
     header: tuple[bytes, ...]
     not_finite: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class Mirror:
+    """The part of another rank's snapshot that this rank's memory has.
+
+    Attributes:
+        part: Of the plan of this rank's own snapshot of the step.
+        memory: ``[nbytes]`` uint8 on the host, the part's bytes. A slice is used only if its checksum is the peer's.
+        following: Another part of the same snapshot.
+    """
+
+    part: CompiledPart
+    memory: torch.Tensor
+    following: Mirror | None = None
 
 
 @dataclass(eq=False)

@@ -17,13 +17,12 @@ import numpy as np
 
 from moe_ckpt.errors import StoreUnwritableError, torn_snapshot
 from moe_ckpt.format import FORMAT_VERSION
-from moe_ckpt.format.finite import judged_in
 from moe_ckpt.format.manifest import GROUPS, FileRecord, StateRecord, file_row, shard_path, state_path, state_row
 from moe_ckpt.format.sealed import digest, seal
 from moe_ckpt.format.shard import seal_of
 from moe_ckpt.ledger.coverage import PRIME, Box
 from moe_ckpt.ledger.freshness import FRESH, STALE, UNKNOWN, LastChecksums, of_all
-from moe_ckpt.slices.checksums import Checker, CopiedPart
+from moe_ckpt.slices.checksums import Checker, CopiedPart, judged_in
 from moe_ckpt.slices.compiling import GRADIENTS
 from moe_ckpt.slices.snapshot import SealedPart, Snapshot, placed
 from moe_ckpt.storage.base import Chunk, Storage

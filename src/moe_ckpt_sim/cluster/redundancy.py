@@ -10,7 +10,7 @@ the network. Which state that is depends on how the framework divides it:
     ZeRO-3, FSDP2                              nothing
 
 It is not enough that a peer's process holds the state, since all processes are gone after a failure: it must be in that
-peer's memory, as of that step. A trainer uses the tensors that it really has (``slices.mirroring``); this module is for
+peer's memory, as of that step. A trainer uses the tensors that it really has (``MirroredShares``); this module is for
 comparison with the paper.
 """
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from moe_ckpt.core.anchors import Anchors
 from moe_ckpt.core.step import SnapshotPlan
 from moe_ckpt.core.tokens import Counts
+from moe_ckpt.ledger.ledger import Anchors
 
 
 class PeersLog:

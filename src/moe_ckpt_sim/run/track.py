@@ -8,11 +8,11 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from moe_ckpt.core.anchors import Anchors
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.step import Contents, PeerPart, SnapshotPlan, Step, Tier, WindowPlace
 from moe_ckpt.core.tokens import Counts, FaultRecord
 from moe_ckpt.core.window import Window
+from moe_ckpt.ledger.ledger import Anchors
 from moe_ckpt.run.run_ledger import InFlight, places
 from moe_ckpt_sim.run.anchors import PeersLog
 from moe_ckpt_sim.run.durable import Backup, Durable, UnderWay, When, later

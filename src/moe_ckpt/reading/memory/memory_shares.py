@@ -36,7 +36,7 @@ class Share:
         only: As of ``format.slot.SlotHeader``.
         sealer: As of ``format.slot.SlotHeader``.
         unagreed: The ranks had not agreed on the step's tokens, so that the counts of all ranks have to be added.
-        groups: As of ``core.anchors.GradientGroups``.
+        groups: As of ``core.step.GradientGroups``.
         pieces: As of ``format.slot.SlotHeader``.
         held: For each of ``pieces``, the number of that slot of gradients among the holder's; -1 if it lacks the slot.
         piece: For a slot of gradients (``gradients_of``), its ``place`` (``format.slot.SlotHeader``).

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -21,9 +20,6 @@ from moe_ckpt.testing import kill_process
 def kill_in(phase: str, n: int) -> None:
     """The ``n``-th time that the phase is reached. In this process only, which is about to die."""
     owner, name, deadly = PHASES[phase]
-    if isinstance(owner, str):
-        owner = getattr(importlib.import_module(owner), name.partition(".")[0])
-        name = name.partition(".")[2]
     real = getattr(owner, name)
     calls = itertools.count(1)
 
@@ -71,7 +67,6 @@ PHASES: dict[str, tuple[Any, str, Callable[..., None]]] = {
     "acknowledge": (ReplicaStore, "keep", _after),
     "sweep": (RankDirectory, "clear_unsealed", _before),
     "clear": (RankDirectory, "clear", _half_cleared),
-    "remade": ("moe_ckpt.gradient_log.shares", "RankShare.read", _before),
     "end": (MemoryFiles, "close", _before),
 }
-"""Phase -> whose function it is (of a guest by name), and what is done of it before the process dies."""
+"""Phase -> whose function it is and what is done of it before the process dies."""

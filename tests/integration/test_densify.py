@@ -280,7 +280,7 @@ def test_what_it_needs(place, monkeypatch):  # noqa: F811
     run = killed(logged(LOG, place))
     made = replaying._updates
     monkeypatch.setattr(replaying, "_updates", lambda log, step: iter(()) if step == log.steps[-1] else made(log, step))
-    monkeypatch.setattr(replaying.LogReplayer, "check", lambda self, log: None)
+    monkeypatch.setattr(replaying.LoggedSteps, "check", lambda *_: None)
     monkeypatch.setattr(replaying, "_set_counts", lambda *args: None)
     assert densify(run) == 0
     reader = StoreReader(open_storage(run.store))

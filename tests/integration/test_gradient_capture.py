@@ -11,7 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
 from moe_ckpt.errors import UnsupportedError
-from moe_ckpt.gradient_log.lightning import capture_gradients
+from moe_ckpt.gradient_log.recording import capture_gradients
 from moe_ckpt.modeling.discover import build_catalog, find_moe_layers
 from tests.support.gradient_log import Copier, Recorder, differing, require_exact
 from tests.support.processes import run_ranks

@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from moe_ckpt.gradient_log.optimizers import GradientBlock, OptimizerKind, detached
-from moe_ckpt.gradient_log.replaying import LoggedSteps, LogReplayer
+from moe_ckpt.gradient_log.replaying import LoggedSteps
 from moe_ckpt.gradient_log.units import Pieces, Unit
 from moe_ckpt.ledger.coverage import Box
 from moe_ckpt.modeling.blocks import block_in
@@ -88,7 +88,7 @@ def _taken(gradients):
 
 @dataclass
 class MemoryLog:
-    """Everything that a run did, replayed as every adapter does it: by a ``LogReplayer``.
+    """Everything that a run did, replayed as every adapter does it: by ``LoggedSteps``.
 
     spans: Of all operators.
     kinds: Of the optimizers.
@@ -138,11 +138,10 @@ class MemoryLog:
     def bring(self, replay, step, spoil: Callable | None = None):
         """spoil: gives other chains than the right ones, which ``check`` would refuse."""
         ways = self.chains(step)
-        replayer = LogReplayer(self.spans, lambda: replay)
         steps = _Steps(self, ways if spoil is None else spoil(ways), step, replay)
         if spoil is None:
-            replayer.check(steps)
-        replayer.replay(steps)
+            steps.check(replay, self.spans)
+        steps.repeat(replay)
 
 
 class _Steps(LoggedSteps):

@@ -97,7 +97,7 @@ class Fit(pl.Callback):
         self._watch = UpdateWatch(self)
 
     def _open_log(self) -> GradientLogging:
-        from moe_ckpt.gradient_log.lightning import fit_log
+        from moe_ckpt.gradient_log.recording import fit_log
 
         return fit_log(self.host.trainer, self.host.module, self.driver)
 

@@ -22,10 +22,13 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
+from moe_ckpt.errors import UnsupportedError
 from moe_ckpt.format.sealed import FixedStrings
 from moe_ckpt.gradient_log.optimizers import Update, copied_value, coupling_of
-from moe_ckpt.gradient_log.units import Unit
-from moe_ckpt.modeling.blocks import block_in
+from moe_ckpt.gradient_log.units import Unit, whole_unit
+from moe_ckpt.ledger.coverage import Box
+from moe_ckpt.modeling.blocks import block_in, block_of
+from moe_ckpt.modeling.names import parameters_of
 from moe_ckpt.modeling.optimizer_state import require_plain
 from moe_ckpt.slices.copying import versions
 from moe_ckpt.stopwatch import Stopwatch
@@ -280,6 +283,30 @@ class GradientCapture:
         """Removes all hooks. Safe to call twice."""
         while self._undo:
             self._undo.pop()()
+
+
+def module_units(module: Any) -> Describe:
+    """Returns what describes the parameters of a torch module, by the names of ``modeling.names.parameters_of``.
+
+    The unit of a DTensor is its local block. The result raises ``UnsupportedError`` for a tensor that is not the
+    module's.
+    """
+    names: dict[int, tuple[torch.Tensor, str]] = {}  # it keeps tensors alive, so that their ids are unique
+
+    def describe(number: int, group: int, parameter: torch.Tensor) -> Unit:
+        if id(parameter) not in names:
+            names.clear()
+            names.update({id(tensor): (tensor, name) for name, tensor in parameters_of(module)})
+        _, name = names.get(id(parameter), (parameter, None))
+        if name is None:
+            raise UnsupportedError(
+                f"optimizer {number} updates a parameter of shape {tuple(parameter.shape)} that is not among the "
+                "model's named_parameters(): make its owner an attribute of the module."
+            )
+        block = block_of(parameter, name)
+        return whole_unit(name, number, group, block.local, Box(block.offsets, tuple(block.local.shape)))
+
+    return describe
 
 
 def _round(gradients: Iterable[torch.Tensor], to: torch.dtype) -> None:

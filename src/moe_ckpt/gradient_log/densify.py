@@ -182,7 +182,7 @@ def _write(storage: Storage, lock: StoreLock, densifier: Densifier, device: torc
 
     try:
         here = Device.of(device)
-        shares = [_write_share(storage, densifier, rank, device, report) for rank in ranks]
+        shares = [write_made_share(storage, densifier, rank, device, report) for rank in ranks]
     finally:
         torch.set_num_threads(before)
     lock.confirm()
@@ -235,7 +235,8 @@ def densify_together(
         )
 
     def write() -> dict[int, WrittenShare]:
-        return {rank: _write_share(storage, maker, rank, maker.device(), lambda nbytes, what: None) for rank in mine}
+        device = maker.device()
+        return {rank: write_made_share(storage, maker, rank, device, lambda nbytes, what: None) for rank in mine}
 
     written = together(comm, lambda: _usable(manifest, write))
     mine_written = {rank: (share.files.decode(), share.state.decode(), share.nbytes) for rank, share in written.items()}
@@ -257,31 +258,24 @@ def _usable(manifest: Manifest, make: Callable[[], _Made]) -> _Made:
         raise CoverageError(f"making {manifest.directory} dense", (str(error),)) from error
 
 
-def _write_share(
+def write_made_share(
     storage: Storage, maker: Densifier, rank: int, device: torch.device, tell: Callable[[int, str], None]
 ) -> WrittenShare:
-    """Makes and writes a rank's share of the checkpoint. The checkpoint exists after ``commit_made`` with all
-    shares."""
-    slices, state = maker.made(rank, device, tell)
-    return write_made_share(storage, maker.manifest, rank, slices, state)
-
-
-def write_made_share(
-    storage: Storage, of: Manifest, rank: int, slices: Sequence[tuple[SliceEntry, torch.Tensor]], state: bytes
-) -> WrittenShare:
-    """Writes the shards and the state file of a rank.
+    """Makes and writes the shards and the state file of a rank. The checkpoint exists after ``commit_made``.
 
     Args:
         storage: Storage of the store.
-        of: Manifest with run, step and generation of the checkpoint.
+        maker: Makes the share.
         rank: Rank whose share it is.
-        slices: Slices with their bytes, ``[nbytes]`` uint8 on the host; places and checksums are set here.
-        state: Bytes of the state file.
+        device: Device to step on.
+        tell: Gets progress.
 
     Raises:
         OSError: A file cannot be written.
         NotFiniteError: A slice has NaN or infinity.
+        CoverageError, UnsupportedError, ReplayDivergedError: As ``Densifier.made``.
     """
+    of, (slices, state) = maker.manifest, maker.made(rank, device, tell)
     spoiled = (entry.key for entry, data in slices if entry.operator and not all_finite(data.numpy().data, entry.dtype))
     judged = judged_in(unseal(state, state_path(of.directory, rank))["state"])
     first = next(filter(judged, spoiled), "")

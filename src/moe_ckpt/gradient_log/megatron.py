@@ -84,6 +84,7 @@ def capture_gradients(
     return capture
 
 
+@torch.no_grad()
 def weights_from_masters(optimizer: Any, chunks: Sequence[Any]) -> None:
     """Sets model weights from master weights, on all ranks of a distributed optimizer. A collective."""
     for leaf in leaves(optimizer):

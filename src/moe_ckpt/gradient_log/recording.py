@@ -7,15 +7,16 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from moe_ckpt.core.operators import Catalog, Remembered
+from moe_ckpt.driver.run import Driver
 from moe_ckpt.errors import ConfigError, UnsupportedError
 from moe_ckpt.format.shard import GRADIENT, TORCH_DTYPES, itemsize
-from moe_ckpt.gradient_log.capture import ConsumedGradients, GradientCapture, GradientConsumer
+from moe_ckpt.gradient_log.capture import ConsumedGradients, GradientCapture, GradientConsumer, module_units
 from moe_ckpt.gradient_log.edits import EditedSteps, EditWatch, Named
 from moe_ckpt.gradient_log.optimizers import OptimizerReplay
-from moe_ckpt.gradient_log.replaying import LogReplayer
 from moe_ckpt.gradient_log.returning import LogReturn
 from moe_ckpt.gradient_log.units import Device, Tensors, Unit, UnitBlock, UpdateLayout
 from moe_ckpt.modeling.blocks import block_in
@@ -24,6 +25,7 @@ from moe_ckpt.policies.base import Policy, needs_of
 from moe_ckpt.ports import GradientRecord, StateTensor, StepGradients
 from moe_ckpt.reading.memory.slot_storage import OpenedMemory
 from moe_ckpt.recovery.executing import Recovery
+from moe_ckpt.stopwatch import Stopwatch
 
 Attach = Callable[[GradientConsumer, torch.dtype | None], GradientCapture]
 """(consumer, type to which wider gradients are rounded before each update) -> hooks on a framework's optimizers."""
@@ -46,7 +48,7 @@ class RunLog(GradientConsumer, GradientRecord):
         keys: Per optimizer, the number in the keys of its state; None for the number of the optimizer.
         copies: Weights that are made from the updated ones (``copies_written``).
         gathered: As of ``EditWatch``.
-        finish: As of ``LogReplayer``.
+        finish: As of ``LogReturn``.
 
     Raises:
         UnsupportedError: The policy logs gradients, and ``attach`` refuses these optimizers.
@@ -110,7 +112,7 @@ class RunLog(GradientConsumer, GradientRecord):
             catalog: Catalog of the whole model.
         """
         spans = {operator.id: operator.spans for operator in catalog.operators}
-        return LogReturn(recovery, opened, LogReplayer(spans, self._replay, self._finish))
+        return LogReturn(recovery, opened, spans, self._replay, self._finish)
 
     def _replay(self) -> OptimizerReplay:
         """Returns the optimizers to step. The capture, which is closed before they step, only describes their units."""
@@ -258,3 +260,73 @@ class _Gradients:
             writer=template.writer,
             stored=self._stored if is_wider else None,
         )
+
+
+# --- of a torch module, in a Lightning fit or in a plain loop ---
+
+
+def capture_gradients(
+    trainer: Any,
+    module: Any,
+    consumer: GradientConsumer,
+    rounded: torch.dtype | None = None,
+    stopwatch: Stopwatch | None = None,
+) -> GradientCapture:
+    """Gives ``consumer`` the gradients of every update, from now until ``GradientCapture.close``.
+
+    With automatic and manual optimization, several optimizers, accumulated gradients, loss scaling and clipping, it
+    gets gradients as the optimizer does. Names are those of ``modeling.names.parameters_of``; of DTensors it gets the
+    local blocks.
+
+    Args:
+        trainer: Trainer whose optimizers are set up, as in ``on_fit_start`` or later.
+        module: The model.
+        consumer: Gets the gradients.
+        rounded: Type to which wider gradients are rounded before each update; None: they are not rounded.
+        stopwatch: Counts the time of hooks.
+
+    Raises:
+        UnsupportedError: Steps of an optimizer cannot be repeated from gradients, or it holds a parameter that is not
+            the model's.
+    """
+    capture = GradientCapture(trainer.optimizers, module_units(module), consumer, rounded, stopwatch)
+    wrapped = module.optimizers(use_pl_optimizer=True)
+    # Under manual optimization users zero gradients through Lightning's wrapper, which has its own method.
+    capture.release_before([*trainer.optimizers, *(wrapped if isinstance(wrapped, list) else [wrapped])], "zero_grad")
+    capture.release_before([trainer.strategy], "backward")
+    return capture
+
+
+def fit_log(trainer: Any, module: Any, driver: Driver) -> RunLog:
+    """Returns the gradient log of a fit.
+
+    Args:
+        trainer: Trainer whose optimizers are set up.
+        module: The model.
+        driver: Driver of the run; its stopwatch counts the time of hooks.
+
+    Raises:
+        UnsupportedError: The policy logs gradients, and ``capture_gradients`` refuses.
+    """
+    attach = partial(capture_gradients, trainer, module, stopwatch=driver.stopwatch)
+    return RunLog(attach, trainer.optimizers, driver.options.policy, driver.release_gradients)
+
+
+def loop_log(optimizers: Sequence[Optimizer], module: nn.Module, driver: Driver) -> RunLog:
+    """Returns the gradient log of a loop without a framework, which zeroes gradients through its optimizers.
+
+    Args:
+        optimizers: All that update the model.
+        module: The model.
+        driver: As of ``fit_log``.
+
+    Raises:
+        UnsupportedError: As ``fit_log``.
+    """
+
+    def attach(consumer: GradientConsumer, rounded: torch.dtype | None) -> GradientCapture:
+        capture = GradientCapture(optimizers, module_units(module), consumer, rounded, driver.stopwatch)
+        capture.release_before([*optimizers, module], "zero_grad")
+        return capture
+
+    return RunLog(attach, optimizers, driver.options.policy, driver.release_gradients)

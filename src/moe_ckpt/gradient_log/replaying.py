@@ -1,9 +1,9 @@
-"""Replays a gradient log on the units of one rank, from the anchors of its oldest step on."""
+"""Repeats the updates of a gradient log on the units of one rank, from the anchors of its oldest step on."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from moe_ckpt.gradient_log.units import UpdateLayout
 from moe_ckpt.ledger.coverage import Box
 from moe_ckpt.modeling.optimizer_state import IMPLEMENTATION_FLAGS
 from moe_ckpt.ports import StateTensor
-from moe_ckpt.reading.index import StoredSlice, TensorIndex
+from moe_ckpt.reading.index import StoredSlice, TensorIndex, homes_of
 from moe_ckpt.reading.memory.slot_storage import LoggedSnapshot, OpenedMemory
 from moe_ckpt.reading.reader import StoreReader
 from moe_ckpt.reading.restore import targets_of, write_targets
@@ -32,35 +32,29 @@ Spans = Mapping[str, Sequence[Span]]
 class LoggedSteps:
     """The part of a gradient log that the units of one rank need, from the oldest anchor to the last step.
 
+    Optimizers of a run before it trains, or optimizers without a model, repeat its updates.
+
     Args:
         opened: The last step.
-        anchors: Operator -> step of its anchor.
-        homes: Parameter -> the operator that has optimizer state of it without having rows of it.
         rank: The rank that has the units.
         boxes: Parameter -> its blocks in these units.
 
     Attributes:
         steps: Steps of the snapshots, ascending.
-        anchors: As the argument.
-        homes: As the argument.
+        anchors: Operator -> step of its anchor.
+        homes: Parameter -> the operator that has optimizer state of it without having rows of it.
         needed: Step -> the gradients that it consumed, in these blocks, of operators with older anchors.
     """
 
-    def __init__(
-        self,
-        opened: OpenedMemory,
-        anchors: Mapping[str, int],
-        homes: Mapping[str, str],
-        rank: int,
-        boxes: Mapping[str, Sequence[Box]],
-    ) -> None:
-        self.anchors, self.homes = anchors, homes
+    def __init__(self, opened: OpenedMemory, rank: int, boxes: Mapping[str, Sequence[Box]]) -> None:
         self._reader, self._rank = opened.reader, rank
         self._index: TensorIndex = opened.reader.index(opened.manifest)
         self._snapshots = {snapshot.manifest.step: snapshot.manifest for snapshot in opened.logged}
         self._plain: dict[int, Mapping[str, Any]] = {}
         self.steps: Sequence[int] = list(self._snapshots)
-        self.needed = {one.manifest.step: list(needed_gradients(one, anchors, boxes)) for one in opened.logged}
+        self.anchors: Mapping[str, int] = anchors_of(opened)
+        self.homes: Mapping[str, str] = homes_of(self._index.tensors)
+        self.needed = {one.manifest.step: list(needed_gradients(one, self.anchors, boxes)) for one in opened.logged}
 
     def plain(self, step: int) -> Mapping[str, Any]:
         """Returns ``StepGradients.plain`` of the rank at a step.
@@ -97,96 +91,78 @@ class LoggedSteps:
         }
         write_targets(self._reader, targets_of(slices, self.tensors()))
 
+    # --- updates ---
 
-class LogReplayer:
-    """Repeats updates, by the optimizers of a run before it trains, or by optimizers without a model.
-
-    Args:
-        spans: Spans of all operators.
-        opened: Returns the optimizers to step, as they are at the time of the call.
-        finish: Called by the method ``finish``.
-    """
-
-    def __init__(
-        self, spans: Spans, opened: Callable[[], OptimizerReplay], finish: Callable[[], None] = lambda: None
-    ) -> None:
-        self._spans, self._opened, self._finish = spans, opened, finish
-
-    def fits(self, log: LoggedSteps) -> bool:
-        """Returns whether this rank's optimizers update the same tensors as the optimizers that wrote the log."""
-        replay = self._opened()
-        if any(_differing(replay.optimizers, update) for step in log.steps[1:] for update in _updates(log, step)):
+    def fits(self, replay: OptimizerReplay) -> bool:
+        """Returns whether optimizers update the same tensors as the optimizers that wrote the log."""
+        if any(_differing(replay.optimizers, update) for step in self.steps[1:] for update in _updates(self, step)):
             return False
-        recorded = UpdateLayout.decoded(log.plain(log.steps[-1])["layout"], "the log")
+        recorded = UpdateLayout.decoded(self.plain(self.steps[-1])["layout"], "the log")
         return set(recorded.units) == set(replay.units)
 
-    def check(self, log: LoggedSteps) -> None:
-        """Raises unless ``replay`` is possible. Changes nothing.
+    def check(self, replay: OptimizerReplay, spans: Spans) -> None:
+        """Raises unless ``repeat`` is possible. Changes nothing.
+
+        Args:
+            replay: The optimizers.
+            spans: Of all operators.
 
         Raises:
             CoverageError: A gradient lacks elements, or these optimizers differ from those that wrote the log.
             UnsupportedError: Steps of an optimizer cannot be repeated.
             ConfigError: As ``require_together``.
         """
-        replay = self._opened()
-        require_together(replay, self._spans, log.anchors, log.homes)
+        require_together(replay, spans, self.anchors, self.homes)
         problems = [
             f"a step count of {name}, which no optimizer of this rank updates"
-            for recorded in log.plain(log.steps[-1])["counts"]
+            for recorded in self.plain(self.steps[-1])["counts"]
             for name in recorded["units"]
             if (recorded["optimizer"], name) not in replay.tensors
         ]
-        for step in log.steps[1:]:
-            volumes = _volumes(replay, log.blocks(step))
-            for update in _updates(log, step):
+        for step in self.steps[1:]:
+            volumes = _volumes(replay, self.blocks(step))
+            for update in _updates(self, step):
                 problems += _differing(replay.optimizers, update)
                 if problems:
                     break
-                for parameter, needed in self._needed(replay, log.anchors, step, update).items():
+                for parameter, needed in self._needed(replay, spans, step, update).items():
                     stored = volumes.get((update.optimizer, parameter), 0)
                     if stored != needed:
                         lacking = f"have {stored:,} of {needed:,} elements"
                         problems.append(f"gradients of {parameter} at step {step} {lacking}")
             if problems:
-                raise CoverageError(f"bringing a gradient log to step {log.steps[-1]}", tuple(problems))
+                raise CoverageError(f"bringing a gradient log to step {self.steps[-1]}", tuple(problems))
 
-    def _needed(
-        self, replay: OptimizerReplay, anchors: Mapping[str, int], step: int, update: Update
-    ) -> Mapping[str, int]:
+    def _needed(self, replay: OptimizerReplay, spans: Spans, step: int, update: Update) -> Mapping[str, int]:
         """Returns for each parameter the number of gradient elements that this rank needs for an update."""
         had, volumes = set(update.parameters), dict.fromkeys(update.parameters, 0)
-        for operator, anchor in anchors.items():
+        for operator, anchor in self.anchors.items():
             if anchor < step:
-                for _, piece in replay.pieces.of_operator(self._spans[operator], update.optimizer):
+                for _, piece in replay.pieces.of_operator(spans[operator], update.optimizer):
                     if piece.parameter in had:
                         volumes[piece.parameter] += piece.box.volume
         return volumes
 
-    def replay(self, log: LoggedSteps) -> int:
-        """Brings the training state to the last step of ``log``. Returns the number of updates made.
+    def repeat(self, replay: OptimizerReplay) -> int:
+        """Brings what ``replay`` updates to the last step. Returns the number of updates made.
 
         Raises:
             ReplayDivergedError: A step count differs from what was recorded.
         """
-        replay, made = self._opened(), 0
-        log.load(log.steps[0])
-        _set_counts(log, log.steps[0], replay, set())
-        for step in log.steps[1:]:
+        made = 0
+        self.load(self.steps[0])
+        _set_counts(self, self.steps[0], replay, set())
+        for step in self.steps[1:]:
             blocks: dict[int, list[GradientBlock]] = defaultdict(list)
-            for gradient in log.gradients(step):
+            for gradient in self.gradients(step):
                 blocks[gradient.optimizer].append(gradient)
             stepped: set[tuple[int, str]] = set()
-            for update in _updates(log, step):
+            for update in _updates(self, step):
                 units = replay.step(update, blocks[update.optimizer])
                 made, stepped = made + bool(units), stepped | units
-            _set_counts(log, step, replay, stepped)
-            log.load(step)
+            _set_counts(self, step, replay, stepped)
+            self.load(step)
         return made
-
-    def finish(self) -> None:
-        """Computes what follows from the replayed state (weights from masters). A collective, after ``replay``."""
-        with torch.no_grad():
-            self._finish()
 
 
 def _set_counts(log: LoggedSteps, step: int, replay: OptimizerReplay, stepped: Collection[tuple[int, str]]) -> None:
@@ -301,8 +277,9 @@ def plain_of(reader: StoreReader, snapshot: Manifest, rank: int) -> Mapping[str,
     return plain
 
 
-def anchors_of(manifest: Manifest, chained: Collection[str]) -> dict[str, int]:
+def anchors_of(opened: OpenedMemory) -> Mapping[str, int]:
     """Returns operator -> step of its anchor. Operators that are not ``chained`` are loaded at the last step."""
+    manifest, chained = opened.manifest, opened.chained
     return {op: record.step if op in chained else manifest.step for op, record in manifest.operators.items()}
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
 
@@ -16,11 +16,11 @@ from moe_ckpt.comm.communicator import largest
 from moe_ckpt.core.user_text import human_bytes
 from moe_ckpt.errors import OtherLayoutError
 from moe_ckpt.gradient_log.densify import densify_together
-from moe_ckpt.gradient_log.replaying import LoggedSteps, LogReplayer, anchors_of, needed_gradients
+from moe_ckpt.gradient_log.optimizers import OptimizerReplay
+from moe_ckpt.gradient_log.replaying import LoggedSteps, Spans, anchors_of, needed_gradients
 from moe_ckpt.ledger.coverage import Box
 from moe_ckpt.notices import announce
 from moe_ckpt.ports import StateTensor, TrainingState
-from moe_ckpt.reading.index import homes_of
 from moe_ckpt.reading.memory.slot_storage import OpenedMemory, Span
 from moe_ckpt.reading.restore import box_of, parameters_of, require_fitting
 from moe_ckpt.reading.together import together
@@ -40,11 +40,21 @@ class LogReturn:
     Args:
         recovery: The recovery.
         opened: The step.
-        replayer: Repeats updates.
+        spans: Of all operators.
+        optimizers: Returns the optimizers to step, as they are at the time of the call.
+        finish: Computes what follows from the updated tensors (weights from masters). A collective.
     """
 
-    def __init__(self, recovery: Recovery, opened: OpenedMemory, replayer: LogReplayer) -> None:
-        self._recovery, self._opened, self._replayer = recovery, opened, replayer
+    def __init__(
+        self,
+        recovery: Recovery,
+        opened: OpenedMemory,
+        spans: Spans,
+        optimizers: Callable[[], OptimizerReplay],
+        finish: Callable[[], None],
+    ) -> None:
+        self._recovery, self._opened, self._spans = recovery, opened, spans
+        self._optimizers, self._finish = optimizers, finish
         self._is_foreign = opened.manifest.world_size != recovery.comm.world_size
 
     def spans(self) -> Iterator[Span]:
@@ -52,7 +62,7 @@ class LogReturn:
         if self._is_foreign:
             return
         opened, boxes = self._opened, updated_boxes(self._recovery.state)
-        anchors = anchors_of(opened.manifest, opened.chained)
+        anchors = anchors_of(opened)
         gradients = [stored for snapshot in opened.logged for stored in needed_gradients(snapshot, anchors, boxes)]
         slots = [snapshot.manifest for snapshot in opened.logged]
         yield from self._recovery.spans(opened, slots, besides=gradients)
@@ -66,9 +76,9 @@ class LogReturn:
         if any(largest(comm, [here is None])) or here is None:
             return self._by_dense()
         restored, source = here
-        state, replayer, manifest = self._recovery.state, self._replayer, opened.manifest
+        state, manifest = self._recovery.state, opened.manifest
         log_here = together(comm, lambda: StoredLog(opened, state, comm.rank))
-        if any(largest(comm, [not replayer.fits(log_here)])):
+        if any(largest(comm, [not log_here.fits(self._optimizers())])):
             return self._by_dense()
         plan = planned(opened.reader, manifest, opened.slots, opened.beneath)
         plan = replace(plan, updates=(log_here.steps[0], manifest.step))
@@ -78,11 +88,11 @@ class LogReturn:
         planned_at = time.time()
         together(comm, lambda: source.verify(state))
         together(comm, log_here.verify)
-        together(comm, lambda: replayer.check(log_here))
+        together(comm, lambda: log_here.check(self._optimizers(), self._spans))
         together(comm, lambda: source.prepare(state))
-        made = together(comm, lambda: replayer.replay(log_here))
+        made = together(comm, lambda: log_here.repeat(self._optimizers()))
         log.info("rank %d repeated %d updates", comm.rank, made)
-        replayer.finish()
+        self._finish()
         records = dict(manifest.operators)
         records |= {op: replace(records[op], step=manifest.step) for op in opened.chained}
         restored = restored.out_of(opened, plan, planned_at)
@@ -117,9 +127,7 @@ class StoredLog(LoggedSteps):
     """
 
     def __init__(self, opened: OpenedMemory, state: TrainingState, rank: int) -> None:
-        anchors = anchors_of(opened.manifest, opened.chained)
-        homes = homes_of(opened.reader.index(opened.manifest).tensors)
-        super().__init__(opened, anchors, homes, rank, updated_boxes(state))
+        super().__init__(opened, rank, updated_boxes(state))
         self._state, self._told_at = state, time.monotonic()
         for step in self.steps:
             self.plain(step)  # read now, so that all ranks learn of an error together

@@ -22,11 +22,11 @@ from moe_ckpt.format.manifest import state_path
 from moe_ckpt.format.sealed import seal, unseal
 from moe_ckpt.format.shard import TORCH_DTYPES, SliceEntry
 from moe_ckpt.gradient_log.optimizers import GradientBlock, OptimizerKind, OptimizerReplay, detached
-from moe_ckpt.gradient_log.replaying import PLAIN, LoggedSteps, LogReplayer, anchors_of, plain_of
+from moe_ckpt.gradient_log.replaying import PLAIN, LoggedSteps, plain_of
 from moe_ckpt.gradient_log.units import Device, Unit, UpdateLayout
 from moe_ckpt.ledger.coverage import Box, joined_ranges
 from moe_ckpt.ports import StateTensor, TensorMeta
-from moe_ckpt.reading.index import StoredSlice, homes_of, overlapping, split_key
+from moe_ckpt.reading.index import StoredSlice, overlapping, split_key
 from moe_ckpt.reading.memory.slot_storage import OpenedMemory
 from moe_ckpt.reading.restore import box_of
 from moe_ckpt.reading.slices import block
@@ -59,7 +59,7 @@ class RankShare(LoggedSteps):
         for unit in self._units:
             for piece in unit.pieces:
                 boxes[piece.parameter].append(piece.box)
-        super().__init__(log.opened, log.anchors, log.homes, rank, boxes)
+        super().__init__(log.opened, rank, boxes)
         self._anchors = list(log.stored_of(boxes))
 
     @property
@@ -78,10 +78,9 @@ class RankShare(LoggedSteps):
         self._tell = tell
         live: dict[str, list[StateTensor]] = defaultdict(list)
         if self._layout is not None:
-            self._replay = replay = detached(self._kinds(self._layout, device), self._units, device)
-            replayer = LogReplayer(self._log.spans, lambda: replay)
-            replayer.check(self)
-            replayer.replay(self)
+            self._replay = detached(self._kinds(self._layout, device), self._units, device)
+            self.check(self._replay, self._log.spans)
+            self.repeat(self._replay)
             for tensor in self._tensors(self._layout, weights=True):
                 live[tensor.key].append(tensor)
             del self._replay  # the next rank's share needs the memory
@@ -203,8 +202,6 @@ class Densifier:
     Attributes:
         opened: As the argument.
         manifest: Manifest of the last step.
-        anchors: Operator -> step of its anchor.
-        homes: As of ``LoggedSteps``.
         layouts: Per rank, what it updates; empty if nothing was logged.
         updated: Parameters that an optimizer of any rank updates.
 
@@ -217,8 +214,6 @@ class Densifier:
     def __init__(self, opened: OpenedMemory) -> None:
         self.opened, self.manifest = opened, opened.manifest
         self._reader, self._index = opened.reader, opened.reader.index(opened.manifest)
-        self.anchors: Mapping[str, int] = anchors_of(opened.manifest, opened.chained)
-        self.homes: Mapping[str, str] = homes_of(self._index.tensors)
         _require_reached(opened)
         ranks = range(opened.manifest.world_size)
         self.layouts: list[UpdateLayout] = [self._layout(rank) for rank in ranks] if opened.logged else []

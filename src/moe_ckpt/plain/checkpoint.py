@@ -100,7 +100,7 @@ class PlainCheckpoint(AttachedCheckpoint):
         super().__init__(PlainHost(module, optimizers, stateful, ranks), options)
 
         def open_log() -> GradientLogging:
-            from moe_ckpt.gradient_log.lightning import loop_log
+            from moe_ckpt.gradient_log.recording import loop_log
 
             return loop_log(optimizers, module, self._driver)
 

@@ -39,7 +39,7 @@ if __package__ in (None, ""):
 from benchmarks.faults_check import PARTIAL, Event, History, Wrong, reference_of
 from benchmarks.faults_life import POLICIES, Fault, Life, live
 from moe_ckpt.format.manifest import MANIFEST_NAME, parse_step_dir
-from moe_ckpt.testing.faults import PHASES
+from moe_ckpt.testing import PHASES
 
 _EXAMPLE = (
     "example: python benchmarks/faults.py --seeds 0:50 --write; one seed again, with what it said: --seeds 17:18 -v"

@@ -98,7 +98,7 @@ def kill_hook(config: RunConfig, node_memory: str | None = None) -> Any:
     """
     if not config.faults.kills:
         return None
-    from moe_ckpt.testing.faults import KillSchedule
+    from moe_ckpt.testing import KillSchedule
 
     schedule = KillSchedule.draw(
         config.faults.seed,

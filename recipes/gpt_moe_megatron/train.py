@@ -140,7 +140,7 @@ def kill_hook(run: RunConfig) -> Callable[[int], None]:
     faults: FaultConfig = run.faults
     if not faults.kills:
         return lambda iteration: None
-    from moe_ckpt.testing.faults import KillSchedule
+    from moe_ckpt.testing import KillSchedule
 
     schedule = KillSchedule.draw(
         faults.seed,

@@ -47,7 +47,7 @@ EVERYWHERE = ("errors", "notices", "tables", "stopwatch", "threads", "ports")
 PURE = (
     *("core", "ledger", "policies", "peers.replica_placement", "recovery.recovery_plan"),
     *("reading.reading_shares", "reading.memory.memory_shares"),
-    *("boost.arithmetic", "bubbles.schedule", "localized.segments"),
+    *("bubbles.schedule", "localized.segments"),
 )
 # fmt: off
 IMPURE_MODULES = frozenset(

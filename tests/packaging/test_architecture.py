@@ -102,7 +102,7 @@ def test_the_map_of_packages_is_the_order_of_imports_and_one_page():
         (rules.direction, "boost.x", "from moe_ckpt.localized import x", "may not import 'localized'"),
         (rules.direction, "megatron.x", "from moe_ckpt.callbacks import x", "may not import 'callbacks'"),
         (rules.direction, "megatron.x", "from moe_ckpt.testing import megatron_cpu", "may not import 'testing'"),
-        (rules.direction, "testing.faults", "from moe_ckpt.conf import schema", "may not import 'conf'"),
+        (rules.direction, "testing.megatron_cpu", "from moe_ckpt.conf import schema", "may not import 'conf'"),
         (rules.direction, "errors", "from moe_ckpt.core.step import Tier", "'errors' may not import 'core'"),
         (rules.direction, "ports", "from moe_ckpt.session import x", "'ports' may not import 'session'"),
         (rules.direction, "notices", "from moe_ckpt.ports import x", "'notices' may not import 'ports'"),
@@ -183,7 +183,7 @@ def test_rule_can_fail(rule, name, source, said):
     [
         (rules.direction, "session.worker", "from moe_ckpt.storage import base\nfrom moe_ckpt import __version__"),
         (rules.direction, "core.step", "from moe_ckpt.errors import ConfigError\nfrom moe_ckpt import ports"),
-        (rules.direction, "testing.faults", "from moe_ckpt.storage import base\nfrom moe_ckpt.testing import x"),
+        (rules.direction, "testing.megatron_cpu", "from moe_ckpt.storage import base\nfrom moe_ckpt.testing import x"),
         (rules.direction, "megatron.x", "from moe_ckpt.interop import dcp\nfrom moe_ckpt.megatron import x"),
         (rules.direction, "testing.x", "from moe_ckpt.megatron import x"),
         (rules.no_policy_by_class, "session.x", "from moe_ckpt.policies.base import Needs, needs_of"),

@@ -11,8 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from moe_ckpt.boost.arithmetic import UNIT, parts_of
-from moe_ckpt.boost.layer import LayerBoost
+from moe_ckpt.boost.layer import UNIT, LayerBoost, parts_of
 from moe_ckpt.boost.ports import TopKPort, boost_ports
 from moe_ckpt.modeling import registry
 from moe_ckpt.modeling.discover import find_moe_layers

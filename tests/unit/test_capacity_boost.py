@@ -8,7 +8,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from moe_ckpt.boost.arithmetic import UNIT, allowance, capacities, deal, parts_of, share
+from moe_ckpt.boost.layer import UNIT, allowance, capacities, deal, parts_of, share
 
 COUNTS = st.lists(st.integers(0, 10_000), min_size=1, max_size=9)
 

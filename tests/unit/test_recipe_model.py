@@ -8,8 +8,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningModule
 
-from moe_ckpt.boost.arithmetic import parts_of
-from moe_ckpt.boost.layer import LayerBoost
+from moe_ckpt.boost.layer import LayerBoost, parts_of
 from moe_ckpt.boost.ports import AttributePort, boost_ports
 from moe_ckpt.modeling.discover import find_moe_layers
 from moe_ckpt.modeling.routing import RoutingCounter

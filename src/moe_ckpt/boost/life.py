@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from moe_ckpt.boost.arithmetic import deal, parts_of
-from moe_ckpt.boost.layer import BoostPort, LayerBoost
+from moe_ckpt.boost.layer import BoostPort, LayerBoost, deal, parts_of
 from moe_ckpt.comm.communicator import largest
 from moe_ckpt.core.tokens import Counts, FaultRecord
 from moe_ckpt.driver.host import CapacityBoost

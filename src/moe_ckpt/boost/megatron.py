@@ -32,14 +32,10 @@ class RouterPort(BoostPort):
     """
 
     def __init__(self, layer: str, router: nn.Module) -> None:
-        self.layer = layer
-        self.router = type(router).__name__
         self._router: Any = router
-        config: Any = router.config
-        self.experts = int(config.num_moe_experts)
+        super().__init__(layer, int(self._router.config.num_moe_experts), type(router).__name__)
         self.real: torch.Tensor | None = None
         self.watch = Watch()
-        self._handles: list[torch.utils.hooks.RemovableHandle] = []
         self._replaced: _BoostedChoice | None = None
 
     def refusal(self) -> str | None:
@@ -72,9 +68,7 @@ class RouterPort(BoostPort):
         self._handles.append(self._router.register_forward_hook(self._after, always_call=True))
 
     def detach(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        super().detach()
         detach(self.watch)
         if self._replaced is not None and self._router.router_replay is self._replaced:
             self._router.router_replay = self._replaced.before

@@ -40,8 +40,8 @@ def boost_ports(
     return ports
 
 
-class _Port:
-    """Base class of the ports, with hooks on one module.
+class _ModulePort(BoostPort):
+    """Base class of ports with hooks on one module.
 
     Args:
         layer: MoE layer of the model.
@@ -51,22 +51,15 @@ class _Port:
     """
 
     def __init__(self, layer: FoundLayer, module: nn.Module, passes: TrainingPasses, refused: str | None) -> None:
-        self.layer, self.experts = layer.info.name, layer.info.experts
-        self.router = type((*layer.routers, layer.layer)[0]).__name__
+        super().__init__(layer.info.name, layer.info.experts, type((*layer.routers, layer.layer)[0]).__name__)
         self._module, self._passes, self._refused = module, passes, refused
         self._k = layer.info.top_k
-        self._handles: list[torch.utils.hooks.RemovableHandle] = []
 
     def refusal(self) -> str | None:
         return self._refused
 
-    def detach(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
 
-
-class AttributePort(_Port):
+class AttributePort(_ModulePort):
     """The port of a module whose forward asks ``self.moe_boost``, unless that is None."""
 
     def attach(self, boost: LayerBoost) -> None:
@@ -80,7 +73,7 @@ class AttributePort(_Port):
         setattr(self._module, ATTRIBUTE, None)
 
 
-class TopKPort(_Port):
+class TopKPort(_ModulePort):
     """The port of a layer that calls ``topk`` once per forward pass, over the last dimension, of E scores."""
 
     _asked = _choices = 0

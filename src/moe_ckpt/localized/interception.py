@@ -65,20 +65,25 @@ class Interception:
         self._replaced: list[tuple[Any, str, Any, Any]] = []
         self._open = True
         for name in ("isend", "send"):
-            self._replace(name, self._sending)
+            self._replace(name, self._send)
         for name in ("irecv", "recv"):
-            self._replace(name, self._receiving)
+            self._replace(name, self._receive)
         for name in _ALIKE:
-            self._replace(name, self._agreeing)
+            self._replace(name, self._agree)
         for name in _APART:
-            self._replace(name, self._refusing)
+            self._replace(name, self._refuse)
         self._replace_by_name()
 
-    def _replace(self, name: str, kind: Callable[[str, Call], Call]) -> None:
+    def _replace(self, name: str, intercepted: Callable[[str, _Call], Any]) -> None:
         original = getattr(distributed_c10d, name, None)
         if original is None:  # another release of torch
             return
-        ours = functools.wraps(original)(kind(name, original))
+
+        @functools.wraps(original)
+        def ours(*args: Any, **kwargs: Any) -> Any:
+            call = _Call(original, args, kwargs)
+            return intercepted(name, call) if self._is_ours() else call.make()
+
         for module in (dist, distributed_c10d):  # the latter's functions call each other by its names
             if getattr(module, name, None) is original:
                 setattr(module, name, ours)
@@ -129,72 +134,48 @@ class Interception:
         peer = call.argument(1, end)
         return None if peer is None else int(peer)
 
-    def _sending(self, name: str, original: Call) -> Call:
-        def send(*args: Any, **kwargs: Any) -> Any:
-            call = _Call(original, args, kwargs)
-            peer = self._peer(call, "dst") if self._is_ours() else None
-            if peer is None or not self._boundary.crosses((self._rank, peer)):
-                return call.make()
-            if self._boundary.sends(Channel(SEND, (self._rank, peer)), call.argument(0, "tensor")):
-                return self._through(call)
-            return None if name == "send" else Done()
-
-        return send
-
-    def _receiving(self, name: str, original: Call) -> Call:
-        def receive(*args: Any, **kwargs: Any) -> Any:
-            call = _Call(original, args, kwargs)
-            if not self._is_ours():
-                return call.make()
-            peer = self._peer(call, "src")
-            if peer is None:
-                ranks, crossing = self._ranks(call.argument(2, "group"))
-                if crossing:
-                    self._boundary.refused(Channel(name, ranks))
-                return call.make()
-            if not self._boundary.crosses((peer, self._rank)):
-                return call.make()
-            if self._boundary.receives(Channel(SEND, (peer, self._rank)), call.argument(0, "tensor")):
-                return peer if name == "recv" else Done()
-            return self._through(call)
-
-        return receive
-
-    def _agreeing(self, name: str, original: Call) -> Call:
-        position, results_of = _ALIKE[name]
-
-        def agree(*args: Any, **kwargs: Any) -> Any:
-            call = _Call(original, args, kwargs)
-            if not self._is_ours():
-                return call.make()
-            ranks, crossing = self._ranks(call.argument(position, "group"))
-            if not crossing or self._rank not in ranks:
-                return call.make()
-            channel, results = Channel(name, ranks), results_of(call.argument)
-            waits = not call.argument(position + 1, "async_op")
-            if self._boundary.answers(channel, results):
-                return None if waits else Done()
-            work = self._through(call)
-            agreed = functools.partial(self._boundary.agreed, channel, results)
-            if waits or work is None:
-                agreed()
-                return work
-            return _Awaited(work, agreed)
-
-        return agree
-
-    def _refusing(self, name: str, original: Call) -> Call:
-        position = _APART[name]
-
-        def refuse(*args: Any, **kwargs: Any) -> Any:
-            call = _Call(original, args, kwargs)
-            if self._is_ours():
-                ranks, crossing = self._ranks(call.argument(position, "group"))
-                if crossing and self._rank in ranks:
-                    self._boundary.refused(Channel(name, ranks))
+    def _send(self, name: str, call: _Call) -> Any:
+        peer = self._peer(call, "dst")
+        if peer is None or not self._boundary.crosses((self._rank, peer)):
             return call.make()
+        if self._boundary.sends(Channel(SEND, (self._rank, peer)), call.argument(0, "tensor")):
+            return self._through(call)
+        return None if name == "send" else Done()
 
-        return refuse
+    def _receive(self, name: str, call: _Call) -> Any:
+        peer = self._peer(call, "src")
+        if peer is None:
+            ranks, crossing = self._ranks(call.argument(2, "group"))
+            if crossing:
+                self._boundary.refused(Channel(name, ranks))
+            return call.make()
+        if not self._boundary.crosses((peer, self._rank)):
+            return call.make()
+        if self._boundary.receives(Channel(SEND, (peer, self._rank)), call.argument(0, "tensor")):
+            return peer if name == "recv" else Done()
+        return self._through(call)
+
+    def _agree(self, name: str, call: _Call) -> Any:
+        position, results_of = _ALIKE[name]
+        ranks, crossing = self._ranks(call.argument(position, "group"))
+        if not crossing or self._rank not in ranks:
+            return call.make()
+        channel, results = Channel(name, ranks), results_of(call.argument)
+        waits = not call.argument(position + 1, "async_op")
+        if self._boundary.answers(channel, results):
+            return None if waits else Done()
+        work = self._through(call)
+        agreed = functools.partial(self._boundary.agreed, channel, results)
+        if waits or work is None:
+            agreed()
+            return work
+        return _Awaited(work, agreed)
+
+    def _refuse(self, name: str, call: _Call) -> Any:
+        ranks, crossing = self._ranks(call.argument(_APART[name], "group"))
+        if crossing and self._rank in ranks:
+            self._boundary.refused(Channel(name, ranks))
+        return call.make()
 
     def _through(self, call: _Call) -> Any:
         """Makes a call. The functions of ``torch.distributed`` that it calls in turn count as parts of it."""

@@ -11,7 +11,7 @@ import math
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -179,23 +179,14 @@ def decode_log(raw: bytes, path: str) -> LogHeader:
         Message(channels[at], number, dtype, tuple(shape), checksum)
         for at, number, dtype, shape, checksum in body["messages"]
     )
-    sent = {channel: entry["messages"] for channel, entry in zip(channels, body["channels"], strict=True)}
-    _require_every_message(messages, sent, path)
-    return LogHeader(**{name: body[name] for name in _SCALARS}, messages=messages)
-
-
-def _require_every_message(messages: Sequence[Message], sent: Mapping[Channel, int], path: str) -> None:
-    """Raises ``DamagedError`` unless each channel has as many messages as were sent, in their order."""
-    seen: Counter[Channel] = Counter()
+    numbers: dict[Channel, list[int]] = {channel: [] for channel in channels}
     for message in messages:
-        if message.number != seen[message.channel]:
-            fault = f"{message.channel} is number {message.number}, and number {seen[message.channel]} was due"
-            raise DamagedError(path, f"{fault}: a message lacks, or is there twice, or in the place of another one")
-        seen[message.channel] += 1
-    lacking = [channel for channel, count in sent.items() if seen[channel] != count]
-    if lacking:
-        fault = f"{lacking[0]}: {sent[lacking[0]]} were sent, and {seen[lacking[0]]} are there"
-        raise DamagedError(path, fault)
+        numbers[message.channel].append(message.number)
+    for channel, entry in zip(channels, body["channels"], strict=True):
+        if numbers[channel] != list(range(entry["messages"])):
+            fault = f"{entry['messages']} were sent, and the log has those of numbers {numbers[channel]}"
+            raise DamagedError(path, f"{channel}: {fault}")
+    return LogHeader(**{name: body[name] for name in _SCALARS}, messages=messages)
 
 
 class LogWriter:

@@ -331,7 +331,7 @@ class Needs:
         alone: It cannot be combined with other policies (``AnyOf``): it counts steps from the newest checkpoint,
             whichever policy started it, or spreads one over several steps.
         boost: Experts that are stale after a failure get this portion more tokens (0.1: 10 %), until they have made up
-            for the lost ones (``boost.arithmetic``). None: no more tokens.
+            for the lost ones (``boost.layer``). None: no more tokens.
         replicas: Its checkpoints must lie in the memory of at least this many peers. Adapters and simulator refuse it
             if memory keeps fewer copies.
         bubbles: Its copies and sends use the bubbles of a pipeline schedule first (``bubbles.schedule``), if there is a

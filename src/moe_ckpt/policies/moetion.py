@@ -84,7 +84,7 @@ class MoEtion:
     get at most half of a checkpoint, because many become overdue at once.
 
     Experts that are stale after a recovery get more tokens until they have made up for the lost ones
-    (``boost.arithmetic``).
+    (``boost.layer``).
 
     With memory that outlives the process (``moe_ckpt.Memory``) there are three tiers, each with its own unsaved tokens.
     A checkpoint that stays in memory has two sets of experts, each chosen by Algorithm 1: those sent to peers, within

@@ -10,7 +10,7 @@ import torch
 
 from moe_ckpt.gradient_log.optimizers import GradientBlock, OptimizerKind, detached
 from moe_ckpt.gradient_log.replaying import LoggedSteps
-from moe_ckpt.gradient_log.units import Pieces, Unit
+from moe_ckpt.gradient_log.units import Unit
 from moe_ckpt.ledger.coverage import Box
 from moe_ckpt.modeling.blocks import block_in
 from moe_ckpt.modeling.optimizer_state import class_name
@@ -127,7 +127,7 @@ class MemoryLog:
     def replayed(self, step, spoil: Callable | None = None):
         """All operators at ``step``, from optimizers full of NaN: operator -> blocks."""
         replay = self.replay_of(step, spoil)
-        blocks = partial(state_blocks, replay.optimizers, replay.tensors, replay.pieces)
+        blocks = partial(state_blocks, replay.optimizers, replay.tensors, replay.units)
         return {operator: blocks(spans) for operator, spans in self.spans.items()}
 
     def replay_of(self, step, spoil: Callable | None = None):
@@ -140,7 +140,7 @@ class MemoryLog:
         ways = self.chains(step)
         steps = _Steps(self, ways if spoil is None else spoil(ways), step, replay)
         if spoil is None:
-            steps.check(replay, self.spans)
+            steps.check(replay)
         steps.repeat(replay)
 
 
@@ -152,6 +152,10 @@ class _Steps(LoggedSteps):
         self.steps = list(range(min(way.anchor for way in ways.values()), step + 1))
         self.anchors = {operator: way.anchor for operator, way in ways.items()}
         self.homes = {}
+        self.rows = {
+            operator: dict.fromkeys((piece.parameter, piece.box) for _, piece in of_spans(log.units, spans))
+            for operator, spans in log.spans.items()
+        }
 
     def plain(self, step):
         return {"updates": [vars(update) for update in self._log.made[step]], "counts": self._log.counts[step]}
@@ -193,10 +197,23 @@ def counts_of(optimizers, tensors):
     ]
 
 
-def state_blocks(optimizers, tensors, pieces, spans):
+def of_spans(units, spans):
+    """Yields (unit, the part of a piece of it that lies in the rows of a span)."""
+    for span in spans:
+        for unit in units:
+            for piece in (one for one in unit.pieces if one.parameter == span.parameter):
+                offsets, shape = piece.box.offsets[1:], piece.box.shape[1:]
+                whole = span.start is None
+                rows = piece.box if whole else Box((span.start, *offsets), (span.stop - span.start, *shape))
+                part = piece.part(rows)
+                if part is not None:
+                    yield unit, part
+
+
+def state_blocks(optimizers, tensors, units, spans):
     """An operator's weights and optimizer state, as views of live memory; without a box what has no rows."""
     blocks, seen = [], set()
-    for unit, piece in pieces.of_operator(spans):
+    for unit, piece in of_spans(units, spans):
         tensor = tensors[unit.optimizer, unit.name].detach()
         blocks.append(TensorBlock(unit.optimizer, piece.parameter, WEIGHT, piece.box, piece.view(block_in(tensor))))
         for name, value in optimizers[unit.optimizer].state.get(tensors[unit.optimizer, unit.name], {}).items():
@@ -217,7 +234,7 @@ def gradient_blocks(units, gradients, spans):
     of = {id(unit): gradient for unit, gradient in zip(units, gradients, strict=True)}
     return [
         TensorBlock(unit.optimizer, piece.parameter, GRADIENT, piece.box, piece.view(of[id(unit)]))
-        for unit, piece in Pieces(units).of_operator(spans)
+        for unit, piece in of_spans(units, spans)
     ]
 
 
@@ -264,7 +281,6 @@ class Recorder:
         self.copier = Copier(late=True)
         self.capture = attach(self.copier)
         self.units = self.capture.units()
-        self.pieces = Pieces(self.units)
         self.tensors = {
             (unit.optimizer, unit.name): parameter
             for unit, parameter in zip(
@@ -277,7 +293,7 @@ class Recorder:
         self.counts = [0]
 
     def state(self):
-        found = {op: state_blocks(self.optimizers, self.tensors, self.pieces, s) for op, s in self.spans.items()}
+        found = {op: state_blocks(self.optimizers, self.tensors, self.units, s) for op, s in self.spans.items()}
         return {operator: copied(blocks) for operator, blocks in found.items()}
 
     def step(self):

@@ -22,7 +22,8 @@ from moe_ckpt.gradient_log.optimizers import (
     register,
 )
 from moe_ckpt.gradient_log.replaying import require_together
-from moe_ckpt.gradient_log.units import Pieces, whole_unit
+from moe_ckpt.gradient_log.units import whole_unit
+from moe_ckpt.ledger.coverage import Box
 from moe_ckpt.recovery.replay import same_plain
 from tests.support.gradient_chain import Chain
 from tests.support.gradient_log import (
@@ -151,14 +152,14 @@ class Run:
         self.capture.release_before([self.optimizer], "zero_grad")
         units = self.capture.units()
         self.tensors = {(0, name): p for name, p in self.updated.items()}
-        self.pieces = Pieces(units)
+        self.units = units
         spans = whole_spans(self.model) if kind.whole else spans_of(self.model)
         self.log = MemoryLog(spans, [kind_of(self.optimizer)], units)
         self.log.log(0, [], {op: self.anchor(op) for op in spans}, [])
         self.skipped = 0
 
     def anchor(self, operator):
-        return state_blocks([self.optimizer], self.tensors, self.pieces, self.log.spans[operator])
+        return state_blocks([self.optimizer], self.tensors, self.units, self.log.spans[operator])
 
     def state(self):
         return {operator: self.anchor(operator) for operator in self.log.spans}
@@ -406,14 +407,15 @@ def test_rows_of_a_coupled_parameter_anchored_at_different_steps():
 
 def test_state_without_rows_of_a_coupled_parameter_anchored_at_another_step():
     replay = detached([kind_of(torch.optim.Adafactor([nn.Parameter(torch.zeros(EXPERTS, 13))]))], [UNIT])
-    spans = {f"expert/0/{e}": [Span("bias", e, e + 1)] for e in range(EXPERTS)} | {"gate/0": []}
-    steps = dict.fromkeys(spans, 7) | {"gate/0": 8}
-    require_together(replay, spans, steps, {})
-    require_together(replay, spans, dict.fromkeys(spans, 7), {"bias": "gate/0"})
+    boxes = [Box((e, 0), (1, 13)) for e in range(EXPERTS)]
+    parts = {f"expert/0/{e}": list(replay.pieces.within(0, "bias", box)) for e, box in enumerate(boxes)}
+    steps = dict.fromkeys(parts, 7) | {"gate/0": 8}
+    require_together(replay, parts, steps, {})
+    require_together(replay, parts, {**steps, "gate/0": 7}, {"bias": "gate/0"})
     with pytest.raises(
         ConfigError, match=r"gate/0, with optimizer state of bias, is anchored at step 8 and expert/0/0"
     ):
-        require_together(replay, spans, steps, {"bias": "gate/0"})
+        require_together(replay, parts, steps, {"bias": "gate/0"})
 
 
 def test_other_param_groups(trained):
@@ -648,12 +650,12 @@ def test_blocks_of_another_cut_are_put_together():
     parameter = nn.Parameter(torch.randn(6, 3))
     optimizer = torch.optim.AdamW([parameter], foreach=False)
     unit = whole_unit("w", 0, 0, parameter)
-    pieces, tensors = Pieces([unit]), {(0, "w"): parameter}
+    tensors = {(0, "w"): parameter}
     gradient = torch.randn(6, 3)
     rows = [[Span("w", 0, 2)], [Span("w", 2, 5)], [Span("w", 5, 6)]]
     replay = detached([kind_of(optimizer)], [unit])
     for spans in rows:
-        load(replay, (b for b in copied(state_blocks([optimizer], tensors, pieces, spans)) if b.box is not None))
+        load(replay, (b for b in copied(state_blocks([optimizer], tensors, [unit], spans)) if b.box is not None))
     copier = Copier()
     GradientCapture([optimizer], lambda n, g, p: unit, copier)
     parameter.grad = gradient
@@ -661,5 +663,5 @@ def test_blocks_of_another_cut_are_put_together():
     [(update, units, copies)] = copier.take()
     assert replay.step(update, [b for spans in rows for b in gradient_blocks(units, copies, spans)]) == {(0, "w")}
     whole = [Span("w")]
-    again = state_blocks(replay.optimizers, replay.tensors, replay.pieces, whole)
-    assert differing({"w": state_blocks([optimizer], tensors, pieces, whole)}, {"w": again}) == []
+    again = state_blocks(replay.optimizers, replay.tensors, replay.units, whole)
+    assert differing({"w": state_blocks([optimizer], tensors, [unit], whole)}, {"w": again}) == []

@@ -32,8 +32,9 @@ class RouterPort(BoostPort):
     """
 
     def __init__(self, layer: str, router: nn.Module) -> None:
+        config: Any = router.config
+        super().__init__(layer, int(config.num_moe_experts), type(router).__name__)
         self._router: Any = router
-        super().__init__(layer, int(self._router.config.num_moe_experts), type(router).__name__)
         self.real: torch.Tensor | None = None
         self.watch = Watch()
         self._replaced: _BoostedChoice | None = None

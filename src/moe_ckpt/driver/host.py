@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, NamedTuple, Protocol
 
-from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.tokens import FaultRecord
 from moe_ckpt.driver.changes import Change
 from moe_ckpt.driver.states import Moment
@@ -204,13 +203,12 @@ class GradientLogging(GradientRecord, Protocol):
     def copies_written(self) -> None:
         """Notes that the optimizers have copied master weights into the model's weights."""
 
-    def along(self, recovery: Recovery, opened: OpenedMemory, catalog: Catalog) -> AlongLog:
+    def along(self, recovery: Recovery, opened: OpenedMemory) -> AlongLog:
         """Begins the return to a step of a log in memory, whatever the policy of this run.
 
         Args:
             recovery: The recovery under way.
             opened: The step.
-            catalog: Of the whole model.
         """
 
     def close(self) -> None:

@@ -247,7 +247,7 @@ class Driver:
     def _along_log(self, recovery: Recovery, opened: OpenedMemory) -> AlongLog:
         if self._open_log is None:
             raise RuntimeError("no adapter opens gradient logs")
-        return (self.gradients or self._open_log()).along(recovery, opened, self.session.catalog)
+        return (self.gradients or self._open_log()).along(recovery, opened)
 
     def _admits(self, manifest: Manifest, plain: Mapping[str, Any]) -> None:
         self.session.run_ledger.check(manifest)

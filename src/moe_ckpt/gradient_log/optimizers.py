@@ -189,11 +189,9 @@ class OptimizerReplay:
         stepped: set[tuple[int, str]] = set()
         try:
             for gradient in gradients:
-                for unit, piece in self.pieces.of(update.optimizer, gradient.parameter):
-                    part = piece.part(gradient.box)
-                    if part is not None:
-                        part.view(self._gradient(unit)).copy_(block(gradient.values, gradient.box.offsets, part.box))
-                        stepped.add((unit.optimizer, unit.name))
+                for unit, part in self.pieces.within(update.optimizer, gradient.parameter, gradient.box):
+                    part.view(self._gradient(unit)).copy_(block(gradient.values, gradient.box.offsets, part.box))
+                    stepped.add((unit.optimizer, unit.name))
             if stepped:
                 _set(optimizer, update)
                 _step_alone(optimizer)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from moe_ckpt.core.operators import Catalog, Remembered
+from moe_ckpt.core.operators import Remembered
 from moe_ckpt.driver.run import Driver
 from moe_ckpt.errors import ConfigError, UnsupportedError
 from moe_ckpt.format.shard import GRADIENT, TORCH_DTYPES, itemsize
@@ -103,16 +103,14 @@ class RunLog(GradientConsumer, GradientRecord):
         if self._capture is not None:
             self._edits.copies_written(updated=bool(self._consumed))
 
-    def along(self, recovery: Recovery, opened: OpenedMemory, catalog: Catalog) -> LogReturn:
+    def along(self, recovery: Recovery, opened: OpenedMemory) -> LogReturn:
         """Begins the return to a step of a gradient log.
 
         Args:
             recovery: The recovery.
             opened: The step.
-            catalog: Catalog of the whole model.
         """
-        spans = {operator.id: operator.spans for operator in catalog.operators}
-        return LogReturn(recovery, opened, spans, self._replay, self._finish)
+        return LogReturn(recovery, opened, self._replay, self._finish)
 
     def _replay(self) -> OptimizerReplay:
         """Returns the optimizers to step. The capture, which is closed before they step, only describes their units."""

@@ -9,24 +9,23 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from moe_ckpt.core.operators import Span
 from moe_ckpt.errors import ConfigError, CoverageError, ReplayDivergedError
 from moe_ckpt.format.manifest import Manifest, state_path
 from moe_ckpt.format.shard import GRADIENT as KEY
 from moe_ckpt.gradient_log.optimizers import GradientBlock, OptimizerReplay, Update
-from moe_ckpt.gradient_log.units import UpdateLayout
+from moe_ckpt.gradient_log.units import Unit, UnitBlock, UpdateLayout
 from moe_ckpt.ledger.coverage import Box
 from moe_ckpt.modeling.optimizer_state import IMPLEMENTATION_FLAGS
 from moe_ckpt.ports import StateTensor
 from moe_ckpt.reading.index import StoredSlice, TensorIndex, homes_of
 from moe_ckpt.reading.memory.slot_storage import LoggedSnapshot, OpenedMemory
 from moe_ckpt.reading.reader import StoreReader
-from moe_ckpt.reading.restore import targets_of, write_targets
+from moe_ckpt.reading.restore import MODEL, targets_of, write_targets
 
 PLAIN = "gradient_log"
 """Key of the log in the plain state of a step."""
-Spans = Mapping[str, Sequence[Span]]
-"""Operator -> its rows of parameters."""
+Parts = Mapping[str, Sequence[tuple[Unit, UnitBlock]]]
+"""Operator -> the parts of units that hold its weights, or their masters."""
 
 
 class LoggedSteps:
@@ -43,6 +42,7 @@ class LoggedSteps:
         steps: Steps of the snapshots, ascending.
         anchors: Operator -> step of its anchor.
         homes: Parameter -> the operator that has optimizer state of it without having rows of it.
+        rows: Operator -> (parameter, box) of the blocks of weights that it has, on all ranks.
         needed: Step -> the gradients that it consumed, in these blocks, of operators with older anchors.
     """
 
@@ -54,6 +54,7 @@ class LoggedSteps:
         self.steps: Sequence[int] = list(self._snapshots)
         self.anchors: Mapping[str, int] = anchors_of(opened)
         self.homes: Mapping[str, str] = homes_of(self._index.tensors)
+        self.rows: Mapping[str, Sequence[tuple[str, Box]]] = rows_of(self._index.tensors)
         self.needed = {one.manifest.step: list(needed_gradients(one, self.anchors, boxes)) for one in opened.logged}
 
     def plain(self, step: int) -> Mapping[str, Any]:
@@ -100,19 +101,20 @@ class LoggedSteps:
         recorded = UpdateLayout.decoded(self.plain(self.steps[-1])["layout"], "the log")
         return set(recorded.units) == set(replay.units)
 
-    def check(self, replay: OptimizerReplay, spans: Spans) -> None:
+    def check(self, replay: OptimizerReplay) -> None:
         """Raises unless ``repeat`` is possible. Changes nothing.
-
-        Args:
-            replay: The optimizers.
-            spans: Of all operators.
 
         Raises:
             CoverageError: A gradient lacks elements, or these optimizers differ from those that wrote the log.
             UnsupportedError: Steps of an optimizer cannot be repeated.
             ConfigError: As ``require_together``.
         """
-        require_together(replay, spans, self.anchors, self.homes)
+        numbers = range(len(replay.optimizers))
+        parts: Parts = {
+            operator: [part for name, box in blocks for n in numbers for part in replay.pieces.within(n, name, box)]
+            for operator, blocks in self.rows.items()
+        }
+        require_together(replay, parts, self.anchors, self.homes)
         problems = [
             f"a step count of {name}, which no optimizer of this rank updates"
             for recorded in self.plain(self.steps[-1])["counts"]
@@ -125,7 +127,7 @@ class LoggedSteps:
                 problems += _differing(replay.optimizers, update)
                 if problems:
                     break
-                for parameter, needed in self._needed(replay, spans, step, update).items():
+                for parameter, needed in self._needed(parts, step, update).items():
                     stored = volumes.get((update.optimizer, parameter), 0)
                     if stored != needed:
                         lacking = f"have {stored:,} of {needed:,} elements"
@@ -133,14 +135,13 @@ class LoggedSteps:
             if problems:
                 raise CoverageError(f"bringing a gradient log to step {self.steps[-1]}", tuple(problems))
 
-    def _needed(self, replay: OptimizerReplay, spans: Spans, step: int, update: Update) -> Mapping[str, int]:
+    def _needed(self, parts: Parts, step: int, update: Update) -> Mapping[str, int]:
         """Returns for each parameter the number of gradient elements that this rank needs for an update."""
-        had, volumes = set(update.parameters), dict.fromkeys(update.parameters, 0)
-        for operator, anchor in self.anchors.items():
-            if anchor < step:
-                for _, piece in replay.pieces.of_operator(spans[operator], update.optimizer):
-                    if piece.parameter in had:
-                        volumes[piece.parameter] += piece.box.volume
+        volumes = dict.fromkeys(update.parameters, 0)
+        for operator, pieces in parts.items():
+            for unit, piece in pieces if self.anchors[operator] < step else ():
+                if unit.optimizer == update.optimizer and piece.parameter in volumes:
+                    volumes[piece.parameter] += piece.box.volume
         return volumes
 
     def repeat(self, replay: OptimizerReplay) -> int:
@@ -192,9 +193,7 @@ def _volumes(replay: OptimizerReplay, blocks: Iterable[tuple[int, str, Box]]) ->
     """Returns (optimizer, parameter) -> number of elements of ``blocks`` in this rank's units."""
     volumes: dict[tuple[int, str], int] = defaultdict(int)
     for number, parameter, box in blocks:
-        for _, piece in replay.pieces.of(number, parameter):
-            part = piece.part(box)
-            volumes[number, parameter] += 0 if part is None else part.box.volume
+        volumes[number, parameter] += sum(part.box.volume for _, part in replay.pieces.within(number, parameter, box))
     return volumes
 
 
@@ -213,12 +212,12 @@ def _differing(optimizers: Sequence[Optimizer], update: Update) -> list[str]:
     ]
 
 
-def require_together(replay: OptimizerReplay, spans: Spans, steps: Mapping[str, int], homes: Mapping[str, str]) -> None:
+def require_together(replay: OptimizerReplay, parts: Parts, steps: Mapping[str, int], homes: Mapping[str, str]) -> None:
     """Raises if parts of a coupled parameter are anchored at different steps (``Coupling.PARAMETERS``).
 
     Args:
         replay: The optimizers.
-        spans: Spans of the operators in ``steps``.
+        parts: Of the operators in ``steps``.
         steps: Operator -> step of its anchor.
         homes: As ``LoggedSteps.homes``: state that all rows share must be of the same step as the rows.
 
@@ -226,7 +225,7 @@ def require_together(replay: OptimizerReplay, spans: Spans, steps: Mapping[str, 
         ConfigError: There are such anchors.
     """
     anchors: dict[tuple[int, str], tuple[str, int]] = {}
-    for unit, operator, has in _sharing(replay, {operator: spans.get(operator, ()) for operator in steps}, homes):
+    for unit, operator, has in _sharing(replay, parts, homes):
         step = steps.get(operator)
         if step is None:
             continue
@@ -240,16 +239,25 @@ def require_together(replay: OptimizerReplay, spans: Spans, steps: Mapping[str, 
 
 
 def _sharing(
-    replay: OptimizerReplay, spans: Spans, homes: Mapping[str, str]
+    replay: OptimizerReplay, parts: Parts, homes: Mapping[str, str]
 ) -> Iterator[tuple[tuple[int, str], str, str]]:
     """Yields for coupled units ((optimizer, name of the unit), an operator that has a part of it, what part)."""
-    for operator, rows in spans.items():
-        for unit, piece in replay.pieces.of_operator(rows):
+    for operator, pieces in parts.items():
+        for unit, piece in pieces:
             if replay.coupled(unit.optimizer):
                 key = unit.optimizer, unit.name
                 yield key, operator, "rows"
                 if piece.parameter in homes:
                     yield key, homes[piece.parameter], "optimizer state"
+
+
+def rows_of(tensors: Mapping[str, Iterable[StoredSlice]]) -> Mapping[str, Sequence[tuple[str, Box]]]:
+    """Returns ``LoggedSteps.rows`` for the slices of each tensor, by its key."""
+    rows: dict[str, list[tuple[str, Box]]] = defaultdict(list)
+    for key, group in tensors.items():
+        for stored in group if key.startswith(MODEL) else ():
+            rows[stored.entry.operator].append((key.removeprefix(MODEL), stored.entry.box))
+    return rows
 
 
 def needed_gradients(

@@ -17,7 +17,7 @@ from moe_ckpt.core.user_text import human_bytes
 from moe_ckpt.errors import OtherLayoutError
 from moe_ckpt.gradient_log.densify import densify_together
 from moe_ckpt.gradient_log.optimizers import OptimizerReplay
-from moe_ckpt.gradient_log.replaying import LoggedSteps, Spans, anchors_of, needed_gradients
+from moe_ckpt.gradient_log.replaying import LoggedSteps, anchors_of, needed_gradients
 from moe_ckpt.ledger.coverage import Box
 from moe_ckpt.notices import announce
 from moe_ckpt.ports import StateTensor, TrainingState
@@ -40,7 +40,6 @@ class LogReturn:
     Args:
         recovery: The recovery.
         opened: The step.
-        spans: Of all operators.
         optimizers: Returns the optimizers to step, as they are at the time of the call.
         finish: Computes what follows from the updated tensors (weights from masters). A collective.
     """
@@ -49,11 +48,10 @@ class LogReturn:
         self,
         recovery: Recovery,
         opened: OpenedMemory,
-        spans: Spans,
         optimizers: Callable[[], OptimizerReplay],
         finish: Callable[[], None],
     ) -> None:
-        self._recovery, self._opened, self._spans = recovery, opened, spans
+        self._recovery, self._opened = recovery, opened
         self._optimizers, self._finish = optimizers, finish
         self._is_foreign = opened.manifest.world_size != recovery.comm.world_size
 
@@ -88,7 +86,7 @@ class LogReturn:
         planned_at = time.time()
         together(comm, lambda: source.verify(state))
         together(comm, log_here.verify)
-        together(comm, lambda: log_here.check(self._optimizers(), self._spans))
+        together(comm, lambda: log_here.check(self._optimizers()))
         together(comm, lambda: source.prepare(state))
         made = together(comm, lambda: log_here.repeat(self._optimizers()))
         log.info("rank %d repeated %d updates", comm.rank, made)

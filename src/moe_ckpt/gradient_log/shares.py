@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from moe_ckpt.core.operators import Span
 from moe_ckpt.errors import CoverageError, NoCheckpointError
 from moe_ckpt.format.manifest import state_path
 from moe_ckpt.format.sealed import seal, unseal
@@ -24,14 +23,13 @@ from moe_ckpt.format.shard import TORCH_DTYPES, SliceEntry
 from moe_ckpt.gradient_log.optimizers import GradientBlock, OptimizerKind, OptimizerReplay, detached
 from moe_ckpt.gradient_log.replaying import PLAIN, LoggedSteps, plain_of
 from moe_ckpt.gradient_log.units import Device, Unit, UpdateLayout
-from moe_ckpt.ledger.coverage import Box, joined_ranges
+from moe_ckpt.ledger.coverage import Box
 from moe_ckpt.ports import StateTensor, TensorMeta
 from moe_ckpt.reading.index import StoredSlice, overlapping, split_key
 from moe_ckpt.reading.memory.slot_storage import OpenedMemory
-from moe_ckpt.reading.restore import box_of
+from moe_ckpt.reading.restore import MODEL, box_of
 from moe_ckpt.reading.slices import block
 
-_MODEL = "model/"
 Tell = Callable[[int, str], None]
 """Gets (bytes read or made, what is being done)."""
 
@@ -79,7 +77,7 @@ class RankShare(LoggedSteps):
         live: dict[str, list[StateTensor]] = defaultdict(list)
         if self._layout is not None:
             self._replay = detached(self._kinds(self._layout, device), self._units, device)
-            self.check(self._replay, self._log.spans)
+            self.check(self._replay)
             self.repeat(self._replay)
             for tensor in self._tensors(self._layout, weights=True):
                 live[tensor.key].append(tensor)
@@ -316,36 +314,8 @@ class Densifier:
     def is_shaped(self, key: str) -> bool:
         """Returns whether a tensor has its parameter's shape. (A step count has not, even if its parameter has one
         element.)"""
-        shape = self._index.meta(f"{_MODEL}{split_key(key).fqn}").global_shape
-        return key.startswith(_MODEL) or (bool(shape) and self._index.meta(key).global_shape == shape)
-
-    @cached_property
-    def spans(self) -> Mapping[str, Sequence[Span]]:
-        """The rows of parameters of each operator."""
-        return merged_spans(self._index.tensors)
-
-
-def merged_spans(tensors: Mapping[str, Iterable[StoredSlice]]) -> Mapping[str, Sequence[Span]]:
-    """Returns the rows of parameters of each operator, from the slices of weights.
-
-    Args:
-        tensors: Key -> slices.
-    """
-    rows: dict[str, dict[str, set[tuple[int, int] | None]]] = defaultdict(lambda: defaultdict(set))
-    for key, group in tensors.items():
-        for stored in group if key.startswith(_MODEL) else ():
-            box = stored.entry.box
-            of = rows[stored.entry.operator][split_key(key).fqn]
-            if box.volume:
-                of.add((box.offsets[0], box.offsets[0] + box.shape[0]) if box.shape else None)
-    return {op: [span for name in of for span in _spans_of(name, of[name])] for op, of in rows.items()}
-
-
-def _spans_of(parameter: str, rows: set[tuple[int, int] | None]) -> list[Span]:
-    """Returns rows of a parameter as spans that do not touch. None among the rows: the whole parameter."""
-    if None in rows:
-        return [Span(parameter)]
-    return [Span(parameter, *row) for row in joined_ranges(sorted(row for row in rows if row is not None))]
+        shape = self._index.meta(f"{MODEL}{split_key(key).fqn}").global_shape
+        return key.startswith(MODEL) or (bool(shape) and self._index.meta(key).global_shape == shape)
 
 
 def _require_reached(opened: OpenedMemory) -> None:

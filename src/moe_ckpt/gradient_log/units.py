@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from moe_ckpt.core.operators import Span
 from moe_ckpt.errors import DamagedError, UnsupportedError
 from moe_ckpt.format.sealed import FixedStrings
 from moe_ckpt.ledger.coverage import Box
@@ -50,13 +49,6 @@ class UnitBlock:
             return None
         steps = zip(common.offsets, self.box.offsets, self.stride, strict=True)
         return replace(self, box=common, start=self.start + sum((low - first) * step for low, first, step in steps))
-
-    def rows(self, span: Span) -> UnitBlock | None:
-        """Returns the part of the block in the rows of ``span``; None if there is none."""
-        if span.start is None or span.stop is None:
-            return self
-        offsets, shape = self.box.offsets, self.box.shape
-        return self.part(Box((span.start, *offsets[1:]), (span.stop - span.start, *shape[1:])))
 
 
 @dataclass(frozen=True)
@@ -140,9 +132,7 @@ class Pieces:
 
     def __init__(self, units: Iterable[Unit]) -> None:
         self._pieces: dict[tuple[int, str], list[tuple[Unit, UnitBlock]]] = {}
-        self._optimizers: set[int] = set()
         for unit in units:
-            self._optimizers.add(unit.optimizer)
             for piece in unit.pieces:
                 self._pieces.setdefault((unit.optimizer, piece.parameter), []).append((unit, piece))
 
@@ -150,20 +140,12 @@ class Pieces:
         """Returns the pieces of a parameter in the units of an optimizer."""
         return self._pieces.get((optimizer, parameter), ())
 
-    def of_operator(self, spans: Iterable[Span], optimizer: int | None = None) -> Iterator[tuple[Unit, UnitBlock]]:
-        """Yields the part of each piece that belongs to the operator with ``spans``.
-
-        Args:
-            spans: Rows of parameters.
-            optimizer: Number of an optimizer; None for all.
-        """
-        optimizers = sorted(self._optimizers) if optimizer is None else (optimizer,)
-        for span in spans:
-            for number in optimizers:
-                for unit, piece in self.of(number, span.parameter):
-                    part = piece.rows(span)
-                    if part is not None:
-                        yield unit, part
+    def within(self, optimizer: int, parameter: str, box: Box) -> Iterator[tuple[Unit, UnitBlock]]:
+        """Yields the parts of these pieces in ``box`` of the parameter."""
+        for unit, piece in self.of(optimizer, parameter):
+            part = piece.part(box)
+            if part is not None:
+                yield unit, part
 
 
 Tensors = Mapping[tuple[int, str], torch.Tensor]

@@ -14,9 +14,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_ckpt.localized.boundary import Boundary
+from moe_ckpt.localized.boundary import Boundary, Interception
 from moe_ckpt.localized.exchange import Answers, is_for
-from moe_ckpt.localized.interception import Interception
 from moe_ckpt.localized.log_files import SEND, Channel, LogHeader, sealed_logs
 from moe_ckpt.localized.recording import UpstreamLog
 from tests.support import megatron_gpt

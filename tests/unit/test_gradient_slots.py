@@ -11,7 +11,7 @@ from moe_ckpt.core.step import Step
 from moe_ckpt.format.slot import GRADIENTS
 from moe_ckpt.ledger.ledger import MOST_SLOTS, NEVER, Anchors
 from moe_ckpt.ledger.retention import MemoryStep, is_live, live_groups, needed, newest_checkpoint
-from moe_ckpt.policies.rolling import held_bytes_per_parameter, most_held_bytes_per_parameter
+from moe_ckpt.policies.gradient_log import held_bytes_per_parameter, most_held_bytes_per_parameter
 from moe_ckpt.reading.memory.memory_shares import Share, checkpoints_of, without
 from tests.unit.builders import catalog, memory_step
 

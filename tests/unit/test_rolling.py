@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from moe_ckpt.core.operators import Catalog, Operator, OperatorKind, Span
 from moe_ckpt.core.placement import everywhere
 from moe_ckpt.core.window import OperatorBytes
-from moe_ckpt.policies.rolling import Rounds
+from moe_ckpt.policies.gradient_log import Rounds
 
 
 def even_slots(sizes, most):

@@ -14,7 +14,7 @@ from moe_ckpt.format.slot import SlotHeader, decode_slot
 from moe_ckpt.memory.files import MemoryFiles
 from moe_ckpt.run.agreement import Deferred, StepTokens
 from moe_ckpt.slices.snapshot import side_tensors
-from moe_ckpt.survivors.state_keeping import StateKeeper
+from moe_ckpt.survivors.newest_step import StateKeeper
 
 
 def of_step(number: int, seed: int) -> tuple[Any, Any]:

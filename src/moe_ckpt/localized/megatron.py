@@ -12,9 +12,8 @@ from moe_ckpt.driver.host import LocalizedRecovery
 from moe_ckpt.driver.run import Driver
 from moe_ckpt.errors import ConfigError, UnsupportedError
 from moe_ckpt.localized.attempt import LocalAttempt, LocalPart, Rejoining
-from moe_ckpt.localized.boundary import Boundary
+from moe_ckpt.localized.boundary import Boundary, Interception
 from moe_ckpt.localized.exchange import Answers
-from moe_ckpt.localized.interception import Interception
 from moe_ckpt.localized.log_files import LogHeader, sealed_logs
 from moe_ckpt.localized.recording import UpstreamLog
 from moe_ckpt.megatron.world import layout

@@ -458,8 +458,22 @@ def require_boost(where: str, boost: object) -> None:
         )
 
 
-def require_positive(policy: str, **values: int) -> None:
-    """Raises ``ConfigError``, which names the policy and the setting, unless every value is an int >= 1."""
+def require_positive(policy: str, *words: str, **values: int | str) -> None:
+    """Raises ``ConfigError``, which names policy and setting, unless every value is an int >= 1 or one of ``words``."""
+    computed = f", or {'one of ' * (len(words) > 1)}{', '.join(map(repr, words))} to compute it from measurements"
     for name, value in values.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"{policy}({name}={value!r}): {name} must be a whole number of at least 1")
+        if value not in words and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
+            or_word = computed if words else ""
+            raise ConfigError(f"{policy}({name}={value!r}): {name} must be a whole number of at least 1{or_word}")
+
+
+def require_operators(policy: str, catalog: Catalog, window: int | None) -> None:
+    """Raises ``ConfigError`` unless a model has at least as many operators as ``window`` has steps, and one at all."""
+    count = len(catalog.operators)
+    if not count:
+        raise ConfigError(f"{policy}: the model has no parameters, so there is nothing to save")
+    if window is not None and window > count:
+        raise ConfigError(
+            f"{policy}(window={window}): the model has only {count} operators, and every step of a window saves at "
+            f"least one of them in full; give a window of at most {count}"
+        )

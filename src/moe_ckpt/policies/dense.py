@@ -170,12 +170,8 @@ class Gemini(_AsMeasured):
     mtbf_secs: float | None = None
 
     def __post_init__(self) -> None:
-        every, mtbf = self.every_n_steps, self.mtbf_secs
-        if every not in FORMULAS and (isinstance(every, bool) or not isinstance(every, int) or every < 1):
-            raise ConfigError(
-                f"Gemini(every_n_steps={every!r}): every_n_steps must be a whole number of at least 1, or one of "
-                f"{', '.join(map(repr, FORMULAS))} to compute it from measurements"
-            )
+        require_positive("Gemini", *FORMULAS, every_n_steps=self.every_n_steps)
+        mtbf = self.mtbf_secs
         if mtbf is not None and not (isinstance(mtbf, (int, float)) and isfinite(mtbf) and mtbf > 0):
             raise ConfigError(f"Gemini(mtbf_secs={mtbf!r}): mtbf_secs must be a number of seconds above 0, or None")
 

@@ -59,11 +59,11 @@ class MoC:
 
     def __post_init__(self) -> None:
         require_positive("MoC", every_n_steps=self.every_n_steps)
-        _require_k("k", self.k)
+        require_positive("MoC", AUTO, k=self.k)
         if not isinstance(self.selector, str) or self.selector not in SELECTORS:
             raise ConfigError(f"MoC(selector={self.selector!r}): no such selector; choose from {sorted(SELECTORS)}")
         if self.snapshot_k is not None:
-            _require_k("snapshot_k", self.snapshot_k)
+            require_positive("MoC", AUTO, snapshot_k=self.snapshot_k)
             if isinstance(self.k, int) and isinstance(self.snapshot_k, int) and self.snapshot_k < self.k:
                 raise ConfigError(
                     f"MoC(k={self.k}, snapshot_k={self.snapshot_k}): what goes to storage passes through host memory, "
@@ -151,11 +151,6 @@ class MoC:
     def describe(self) -> dict[str, Any]:
         resolved = {"snapshot_k": self.snapshot_k or self.k, "plt_budget": self.budget}
         return {"name": "moc", **asdict(self), **resolved}
-
-
-def _require_k(name: str, value: int | str) -> None:
-    if value != AUTO and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
-        raise ConfigError(f"MoC({name}={value!r}): {name} must be a whole number of at least 1, or {AUTO!r}")
 
 
 def _largest(context: PolicyContext, limit: int | None) -> int:

@@ -27,7 +27,7 @@ from moe_ckpt.core.window import (
     slot_plan,
 )
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.policies.base import Needs, PolicyContext, require_positive, require_sizes
+from moe_ckpt.policies.base import Needs, PolicyContext, require_operators, require_positive, require_sizes
 from moe_ckpt.policies.popularity import ORDERS, Ordering
 from moe_ckpt.policies.selectors import storage_steps
 from moe_ckpt.policies.window_report import WindowReport
@@ -101,14 +101,7 @@ class MoEvement:
 
     def check(self, catalog: Catalog) -> None:
         """Accepts any model that has at least as many operators as the window has slots."""
-        count = len(catalog.operators)
-        if not count:
-            raise ConfigError("MoEvement: the model has no parameters, so there is nothing to save")
-        if self.window is not None and self.window > count:
-            raise ConfigError(
-                f"MoEvement(window={self.window}): the model has only {count} operators, and every slot of a window "
-                f"needs one; give a window of at most {count}"
-            )
+        require_operators("MoEvement", catalog, self.window)
 
     def plan(self, context: PolicyContext) -> SnapshotPlan:
         window, slot = _under_way(context), context.run.next_slot

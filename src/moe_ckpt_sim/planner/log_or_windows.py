@@ -9,7 +9,7 @@ from math import inf
 from moe_ckpt.core.user_text import human_bytes
 from moe_ckpt.policies import GradientLog
 from moe_ckpt.policies.base import MemoryFacts, ModelFacts, PolicyContext, RunFacts
-from moe_ckpt.policies.rolling import LogReport
+from moe_ckpt.policies.gradient_log import LogReport
 from moe_ckpt_sim.cluster.costs import Costs
 from moe_ckpt_sim.planner.planner import Candidate
 from moe_ckpt_sim.run.scenario import Scenario

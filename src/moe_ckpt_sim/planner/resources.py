@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from math import inf
 
 from moe_ckpt.core.cadence import StorageCadence, StorageFacts
+from moe_ckpt.policies.gradient_log import held_bytes_per_parameter
 from moe_ckpt.policies.moetion import MOST_GRADIENTS
-from moe_ckpt.policies.rolling import held_bytes_per_parameter
 from moe_ckpt_sim.cluster.costs import Costs
 from moe_ckpt_sim.run.scenario import Outcome, Scenario
 

@@ -120,7 +120,6 @@ class TrainingState(Protocol):
                 tensors than there are now.
             listed: The last call was of this very moment, so that which tensors there are need not be looked at again.
         """
-        ...
 
     def specs(self) -> Sequence[TensorSpec]:
         """Lists the tensors of all ranks when ``tensors()`` was last called, alike on every rank, each tensor once.
@@ -128,7 +127,6 @@ class TrainingState(Protocol):
         The very same object as before, as long as nothing of it has changed: that is how the engine tells. Another
         ``tensors()`` may well have the same ``specs()``. Called at every snapshot, so it must be quick then.
         """
-        ...
 
     def plain(self, *, described: bool = False) -> Mapping[str, Any]:
         """Everything else as a tree of plain data and tensors: buffers, param groups, scalar state.
@@ -143,7 +141,6 @@ class TrainingState(Protocol):
         are ``format.sealed.FixedStrings``, so that they are encoded once. Called at every snapshot: of the parameters
         it may compare, as ``tensors()``, what they are, but not describe them.
         """
-        ...
 
     def require_loadable(self, plain: Mapping[str, Any]) -> None:
         """Raise unless ``load_plain(plain)`` can follow and optimizer state is of this run's optimizers.
@@ -153,18 +150,15 @@ class TrainingState(Protocol):
         Args:
             plain: What ``plain()`` gave.
         """
-        ...
 
     def prepare(self, stored: Mapping[str, TensorMeta]) -> None:
         """Make optimizer state exist exactly as named by ``stored``: create what is missing, drop the rest.
 
         Called once before a restore writes into ``tensors()``.
         """
-        ...
 
     def load_plain(self, plain: Mapping[str, Any]) -> None:
         """Take back what ``plain()`` gave."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -191,7 +185,6 @@ class GradientRecord(Protocol):
         Args:
             tensors: Of ``TrainingState``.
         """
-        ...
 
     def edited(self, step: int) -> bool:
         """Returns whether something else than an optimizer has written to what ``step``, which ends, updated.
@@ -199,11 +192,9 @@ class GradientRecord(Protocol):
         To weights, optimizer state or consumed gradients, since ``forget``. The step does not follow from gradients
         then, which is said to the user.
         """
-        ...
 
     def forget(self) -> None:
         """The step was taken in: what it consumed is kept only by whoever copies it."""
-        ...
 
 
 class GatedTransfer(Protocol):
@@ -223,11 +214,9 @@ class GatedTransfer(Protocol):
         Returns:
             What a device must wait for before they do.
         """
-        ...
 
     def moved(self, secs: float) -> None:
         """Takes in how long a copy took, but for the time that it was held back."""
-        ...
 
 
 class TransferGate(Protocol):
@@ -246,19 +235,15 @@ class TransferGate(Protocol):
 
     def step_begins(self) -> None:
         """An iteration begins, of which nothing was computed yet. Harmless when it has begun."""
-        ...
 
     def update_begins(self) -> None:
         """The update is next: what is still to be copied goes now."""
-        ...
 
     def release(self) -> None:
         """Training waits, or ends: nothing is held back until the next iteration begins."""
-        ...
 
     def copy(self, nbytes: int) -> GatedTransfer:
         """Returns the transfer of a copy, which must end before the next update."""
-        ...
 
     def send(self, nbytes: int, bytes_per_sec: float | None, most_secs: float) -> GatedTransfer:
         """Returns the transfer of a send, which should end within an iteration's time.
@@ -267,7 +252,6 @@ class TransferGate(Protocol):
             bytes_per_sec: As measured; None: not yet.
             most_secs: Longest that is held back.
         """
-        ...
 
 
 class Communicator(Protocol):
@@ -286,7 +270,6 @@ class Communicator(Protocol):
 
     def agree(self, summed: Counts, largest: Counts) -> tuple[Counts, Counts]:
         """Element-wise sum of ``summed`` and maximum of ``largest`` over ranks, both int64."""
-        ...
 
     def start_agreement(self, summed: Callable[[], Counts], largest: Counts) -> Future[tuple[Counts, Counts]]:
         """The same in the background, of arrays of the same shapes on all ranks: nobody waits before ``result()``.
@@ -295,27 +278,21 @@ class Communicator(Protocol):
             summed: Gives the array, and may wait for a device: called on another thread if agreements are late.
             largest: The array.
         """
-        ...
 
     def broadcast(self, payload: bytes) -> bytes:
         """Rank 0's payload, on every rank."""
-        ...
 
     def share(self, payload: bytes, source: int) -> bytes:
         """Rank ``source``'s payload, on every rank; what the others give does not count."""
-        ...
 
     def combine(self, columns: Sequence[bytes]) -> list[bytes] | None:
         """All ranks' columns on rank 0, each joined in rank order; None elsewhere. All give as many."""
-        ...
 
     def announce(self, payload: bytes) -> bytes:
         """Rank 0's payload, on every rank, on the persist thread."""
-        ...
 
     def everyone(self, payload: bytes) -> list[bytes]:
         """Every rank's payload, on every rank, in O(log R) messages of each. On the training thread, by all."""
-        ...
 
     def swap(
         self, outgoing: Mapping[int, Sequence[torch.Tensor]], expected: Mapping[int, Sequence[torch.Tensor]]
@@ -325,16 +302,12 @@ class Communicator(Protocol):
         By those that send or receive something; others may. What rank r gives to rank s must have the sizes that s
         expects of r, and each rank must take part in what concerns it in the same order.
         """
-        ...
 
     def enter(self, generation: int) -> None:
         """From here on every message belongs to this life of the run, and one of another life is refused."""
-        ...
 
     def abort(self, cause: str) -> None:
         """Nobody waits for peers any more: calls under way and later ones raise ``PeerLostError``. On any thread."""
-        ...
 
     def close(self) -> None:
         """Give up the process groups. No other call follows."""
-        ...

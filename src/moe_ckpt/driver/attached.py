@@ -1,9 +1,10 @@
-"""The part that adapters of the user's own training loops share: refusals, properties, ``finish`` and ``close``."""
+"""The part that adapters of the user's own training loops share: position, refusals, ``finish`` and ``close``."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from typing import Any, TypeVar
 
 from torch.utils.data import DataLoader
@@ -11,12 +12,12 @@ from torch.utils.data import DataLoader
 from moe_ckpt.data import RecoverableDistributedSampler
 from moe_ckpt.driver.changes import Change
 from moe_ckpt.driver.host import End, Host, SealingSurvivors, Stateful, require_framework
-from moe_ckpt.driver.loop import LoopPosition
 from moe_ckpt.driver.run import CLOSE_SECS, Driver
 from moe_ckpt.driver.states import State
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.format.run_records import Finished
+from moe_ckpt.modeling.optimizer_state import require_plain
 from moe_ckpt.recovery.recovery_plan import RecoveryPlan
 from moe_ckpt.run.events import StepRecord
 from moe_ckpt.run.options import Options
@@ -24,6 +25,61 @@ from moe_ckpt.session.session import CheckpointSession
 from moe_ckpt.stopwatch import timed
 
 _Self = TypeVar("_Self", bound="AttachedCheckpoint")
+
+
+class LoopPosition:
+    """The position of a loop. Calls on the training thread.
+
+    Attributes:
+        unit: The framework's name for a step.
+        arguments: Further arguments of ``after_step``, for messages.
+        step: Steps done.
+        counters: Further counters of the loop, as of that step.
+        moved: A step was done in this process.
+        is_updating: An update has begun that no step has counted, so weights may be those of the next step.
+    """
+
+    unit, arguments = "step", ""
+
+    def __init__(self) -> None:
+        self.moved = self.is_updating = False
+        self.set_position(0, {})
+
+    def set_position(self, step: int, counters: Mapping[str, Any]) -> None:
+        """Sets the position at which training begins."""
+        self.step, self.counters = step, counters
+
+    def count(self, call: str, step: int, counters: Mapping[str, Any] | None) -> None:
+        """Counts a step.
+
+        Args:
+            call: The function that the loop called, for messages.
+            step: Steps done, this one included.
+            counters: Plain data by name; None: unchanged.
+
+        Raises:
+            ConfigError: The step does not follow the one before.
+            UnencodableStateError: A counter, which is named, is no plain data.
+        """
+        if step != self.step + 1:
+            raise ConfigError(
+                f"{call}({step}) follows {self.unit} {self.step}: call it once per {self.unit}, with the number of "
+                f"{self.unit}s done, and start from the position that resume() returned"
+            )
+        if counters is not None:
+            require_plain(counters, "counters")
+            self.counters = deepcopy(dict(counters))
+        self.step, self.moved, self.is_updating = step, True, False
+
+    def require_counted(self, call: str) -> None:
+        """Raises ``ConfigError`` between an update and ``after_step``: the state has no step's number yet."""
+        if self.is_updating:
+            after_step = f"after_step({self.step + 1}{self.arguments})"
+            raise ConfigError(
+                f"{call}: weights are no longer those of {self.unit} {self.step}, for optimizer.step() or "
+                f"before_step() was called since, but {after_step} was not called, so they cannot be saved under "
+                f"their own number. Call {after_step} first: a loop that ends early does so after it"
+            )
 
 
 class LoopHost(Host):

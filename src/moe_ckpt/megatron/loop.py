@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from moe_ckpt.driver.loop import LoopPosition
+from moe_ckpt.driver.attached import LoopPosition
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.megatron.compat import runs_on_samples
 from moe_ckpt.megatron.optimizers import finish_update, leaves

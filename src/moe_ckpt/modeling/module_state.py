@@ -2,11 +2,13 @@
 
 Only persistent buffers are saved, those that ``state_dict()`` has: a module declares a buffer non-persistent if it
 computes it again (causal masks, rotary tables). Which parameters require gradients is state, too, since training may
-freeze and thaw them.
+freeze and thaw them. Models of transformers are described, as plain data only, so that ``from_pretrained`` opens an
+export.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Mapping
 from itertools import compress
 from operator import attrgetter, not_
@@ -21,6 +23,7 @@ from moe_ckpt.core.operators import Catalog
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.format.sealed import FixedStrings
 from moe_ckpt.modeling.blocks import block_of, is_dtensor
+from moe_ckpt.modeling.names import clean_name
 from moe_ckpt.modeling.watching import Walk
 
 _VARYING = "varying_buffers"
@@ -238,3 +241,50 @@ def freeze(parameters: Mapping[str, nn.Parameter], frozen: Collection[str]) -> N
     for name, parameter in parameters.items():
         if parameter.requires_grad == (name in names):
             parameter.requires_grad_(name not in names)
+
+
+# --- models of transformers ---
+
+
+def pretrained_models(model: nn.Module) -> list[dict[str, Any]]:
+    """Describes every outermost ``PreTrainedModel`` inside ``model``, or ``model`` itself.
+
+    Models with adapters (PEFT) are left out, since ``from_pretrained`` would not know their names.
+
+    Returns:
+        Per model: ``prefix`` of its tensors' names, ``class``, ``config`` and ``generation_config`` (or None) as
+        ``save_pretrained`` would write them.
+    """
+    descriptions: list[dict[str, Any]] = []
+    passed: list[str] = []
+    for raw, module in model.named_modules():
+        name = clean_name(raw)
+        if any(name == outer or name.startswith(f"{outer}." if outer else "") for outer in passed):
+            continue
+        if _is_of(module, "PeftModel", "peft") or getattr(module, "_hf_peft_config_loaded", False):
+            passed.append(name)
+        elif _is_of(module, "PreTrainedModel", "transformers") and hasattr(
+            getattr(module, "config", None), "to_json_string"
+        ):
+            passed.append(name)
+            descriptions.append(_describe(f"{name}." if name else "", module))
+    return descriptions
+
+
+def _describe(prefix: str, module: Any) -> dict[str, Any]:
+    names = [kind.__name__ for kind in type(module).__mro__]
+    kind = names[1] if names[0] == f"FSDP{names[1]}" else names[0]  # FSDP2 puts a class of its own in front
+    config = json.loads(module.config.to_json_string())
+    generation = getattr(module, "generation_config", None)
+    return {
+        "prefix": prefix,
+        "class": kind,
+        "config": {**config, "architectures": [kind]},
+        "generation_config": None if generation is None else json.loads(generation.to_json_string()),
+    }
+
+
+def _is_of(module: nn.Module, name: str, package: str) -> bool:
+    """Returns whether a module is of a class with this name, of a package that need not be installed."""
+    kinds = type(module).__mro__
+    return any(kind.__name__ == name and kind.__module__.startswith(f"{package}.") for kind in kinds)

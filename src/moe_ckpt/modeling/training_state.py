@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from moe_ckpt.errors import ConfigError, UnsupportedError
 from moe_ckpt.format import contents
 from moe_ckpt.format.shard import dtype_name
-from moe_ckpt.modeling import module_state, pretrained
+from moe_ckpt.modeling import module_state
 from moe_ckpt.modeling.blocks import block_of, is_dtensor, is_sharded, reshard
 from moe_ckpt.modeling.module_state import Frozen, freeze
 from moe_ckpt.modeling.optimizer_state import (
@@ -65,7 +65,7 @@ class TorchTrainingState:
         self._frozen = Frozen()
         self._mixed: set[str] = set()
         self._varying = module_state.Varying(model)
-        self._pretrained = pretrained.read(model)
+        self._pretrained = module_state.pretrained_models(model)
         self._sharded_modules = tuple(module for module in model.modules() if isinstance(module, FSDPModule))
         self._walk: Walk | None = None
         self._optimizer_views: tuple[OptimizerView, ...] = ()

@@ -26,8 +26,7 @@ from moe_ckpt.modeling.blocks import require_known_holders
 from moe_ckpt.modeling.bucket_order import BucketOrder
 from moe_ckpt.modeling.rng import capture_rng, restore_rng
 from moe_ckpt.modeling.routing import TrainingPasses
-from moe_ckpt.plain.fabric import torch_loader, torch_model, torch_optimizer
-from moe_ckpt.plain.host import PlainHost, Position
+from moe_ckpt.plain.host import PlainHost, Position, torch_loader, torch_model, torch_optimizer
 from moe_ckpt.policies.base import Policy
 from moe_ckpt.run.events import StepRecord
 from moe_ckpt.run.options import Options, OptionValues, make_options

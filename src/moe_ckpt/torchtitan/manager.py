@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import tyro
 from torch import nn
+from torchdata.stateful_dataloader import StatefulDataLoader
 from torchtitan.components.checkpointer import DATALOADER, LR_SCHEDULER, TRAIN_STATE, BaseCheckpointManager
 from torchtitan.components.dataloader import ParallelAwareDataloader
 from torchtitan.tools import filesystem
@@ -24,7 +25,6 @@ from moe_ckpt.modeling.blocks import is_dtensor
 from moe_ckpt.plain.checkpoint import PlainCheckpoint
 from moe_ckpt.policies.base import Policy
 from moe_ckpt.run.options import Options, OptionValues, make_options
-from moe_ckpt.torchtitan.loader_position import LoaderPosition
 
 _INITIAL = "set weights_from= to a store or to safetensors with this model's names"
 _LAST = "the last step is saved whole; `moe-ckpt export` writes its weights as safetensors"
@@ -45,6 +45,36 @@ _INSTEAD = {
 }
 """Fields of torchtitan's own managers that have no effect here -> what to do instead."""
 _THEIRS = re.compile(r"step-\d+")
+
+
+class LoaderPosition:
+    """The position of a loader as plain data: torchtitan's own is a pickle, which no checkpoint may hold.
+
+    Args:
+        loader: Its data set's state must be plain data, tensors or arrays.
+    """
+
+    def __init__(self, loader: ParallelAwareDataloader) -> None:
+        self._loader = loader
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the position, and the number of ranks that the data is divided over."""
+        return {"ranks": self._loader.dp_world_size, "loader": StatefulDataLoader.state_dict(self._loader)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restores the result of ``state_dict``.
+
+        Raises:
+            ConfigError: The data is divided over another number of ranks.
+        """
+        ranks = self._loader.dp_world_size
+        if state["ranks"] != ranks:
+            raise ConfigError(
+                f"the checkpoint's run divided its data by {state['ranks']}, and this one by {ranks}: positions in the "
+                "data cannot be carried over. Use as many ranks for data parallelism, or start a new run with "
+                "weights_from="
+            )
+        StatefulDataLoader.load_state_dict(self._loader, state["loader"])
 
 
 class CheckpointManager(BaseCheckpointManager):

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from moe_ckpt.modeling.watching import TensorAddresses
-from moe_ckpt.ports import StateTensor
+from moe_ckpt.ports import Reading, StateTensor
 
 
 def some():
@@ -30,7 +30,11 @@ def some():
 def memory_of(tensors):
     """Each tensor belongs to a parameter of its own."""
     views = [StateTensor(f"model/{at}", str(at), tensor, (), (), False) for at, tensor in enumerate(tensors)]
-    return TensorAddresses(((str(at), tensor) for at, tensor in enumerate(tensors)), views)
+    return TensorAddresses(((str(at), tensor) for at, tensor in enumerate(tensors)), views), views
+
+
+def of(views, places):
+    return Reading(views, np.array(places, dtype=np.int64))
 
 
 def its_data_is_another(tensor):
@@ -65,15 +69,18 @@ MOVES = [its_data_is_another, its_data_begins_elsewhere, it_is_set, it_is_swappe
 @pytest.mark.parametrize("at", [0, 2])
 def test_each_move_is_seen_where_it_is_looked_for(move, at):
     tensors = some()
-    memory = memory_of(tensors)
+    memory, views = memory_of(tensors)
     assert memory.same()
-    assert memory.same(np.arange(len(tensors)))
-    assert memory.same(np.array([], dtype=np.int64))
+    assert memory.same(of(views, range(len(tensors))))
+    assert memory.same(of((), []))
     move(tensors[at])
     assert not memory.same()
-    assert not memory.same(np.array([1, at]))
-    assert memory.same(np.array([other for other in range(len(tensors)) if other != at]))
-    assert memory_of(tensors).same()
+    assert not memory.same(of(views, [1, at]))
+    others = [other for other in range(len(tensors)) if other != at]
+    assert memory.same(of(views, others))
+    assert not memory.same(of([*views], others))  # places among other views say nothing
+    assert memory.same(of((), []))
+    assert memory_of(tensors)[0].same()
 
 
 @pytest.mark.parametrize(
@@ -81,14 +88,14 @@ def test_each_move_is_seen_where_it_is_looked_for(move, at):
 )
 def test_a_move_that_leaves_the_storage_the_same_is_seen(move):
     tensor = nn.Parameter(torch.randn(4))
-    memory = memory_of([tensor])
+    memory, _ = memory_of([tensor])
     move(tensor)
     assert not memory.same()
 
 
 def test_writing_moves_nothing():
     tensors = some()
-    memory = memory_of(tensors)
+    memory, _ = memory_of(tensors)
     with torch.no_grad():
         for tensor in tensors:
             tensor.add_(1)

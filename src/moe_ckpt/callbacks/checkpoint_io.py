@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 
 import lightning.pytorch as pl
 import torch
-import torch.distributed as dist
 from lightning.fabric.plugins import CheckpointIO, TorchCheckpointIO
 from torch.optim import Optimizer
 
@@ -239,24 +238,21 @@ class MoECheckpointIO(CheckpointIO):
 
     def __init__(self, inner: CheckpointIO | None = None) -> None:
         self.inner = inner or TorchCheckpointIO()
-        self.fitting: Callable[[], bool] | None = None
-        """Returns whether training will go on from the checkpoint. ``MoECheckpoint`` sets it; then all ranks load
-        together, and divide the reading."""
+        self.fitting: Callable[[], bool] = lambda: False
+        """Returns whether training will go on from the checkpoint. ``MoECheckpoint`` sets it."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: PATH, storage_options: Any | None = None) -> None:
         self.inner.save_checkpoint(checkpoint, path, storage_options)
 
     def load_checkpoint(self, path: PATH, map_location: Any | None = None, weights_only: bool | None = None) -> Any:
-        """Returns the Lightning checkpoint dict at ``path``. For a store, and under ``MoECheckpoint``, by all ranks.
+        """Returns the Lightning checkpoint dict at ``path``. All ranks load a step or store, and divide the reading.
 
         Raises:
             NoCheckpointError: The step or store is not there, or nothing in it can be used.
             DamagedError: The bytes of the step are not intact.
         """
         if is_step_path(path) or is_store_path(path):
-            if self.fitting is not None:
-                return load_named_together(path, _load_together, fitting=self.fitting())
-            return load_named(path, _load)
+            return load_named_together(path, _load, fitting=self.fitting())
         if type(self.inner) is TorchCheckpointIO and os.path.isdir(path):
             raise NoCheckpointError(
                 f"{os.fspath(path)} is a directory, but neither a step nor a store of moe_ckpt: there is no "
@@ -272,24 +268,15 @@ class MoECheckpointIO(CheckpointIO):
         self.inner.remove_checkpoint(path)
 
 
-def _load(reader: StoreReader, manifest: Manifest) -> dict[str, Any]:
-    rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-    return _as_lightning_loads(of_lightning(reader, manifest, rank_of_state(manifest, rank)))
-
-
-def _load_together(comm: Communicator, opens: Opens) -> dict[str, Any]:
-    """Loads as ``_load`` on all ranks, each of which reads a part of the tensors."""
+def _load(comm: Communicator, opens: Opens) -> dict[str, Any]:
+    """Returns the Lightning checkpoint dict of the checkpoint that ``opens`` opens, on all ranks."""
 
     def opened() -> WholeCheckpoint:
         reader, manifest = opens()
         return of_lightning(reader, manifest, rank_of_state(manifest, comm.rank))
 
     whole = together(comm, opened)
-    return _as_lightning_loads(replace(whole, loaded=whole_tensors(comm, whole.reader, whole.manifest)))
-
-
-def _as_lightning_loads(whole: WholeCheckpoint) -> dict[str, Any]:
-    checkpoint = lightning_dict(whole)
+    checkpoint = lightning_dict(replace(whole, loaded=whole_tensors(comm, whole.reader, whole.manifest)))
     stored = zip(checkpoint["optimizer_states"], whole.state["plain"]["optimizers"], strict=True)
     checkpoint["optimizer_states"] = [
         StoredOptimizer(index, described["class"], state) for index, (state, described) in enumerate(stored)

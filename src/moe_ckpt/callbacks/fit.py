@@ -13,8 +13,7 @@ import lightning.pytorch as pl
 
 from moe_ckpt.callbacks.compat import NAMES
 from moe_ckpt.callbacks.data_position import DataPosition
-from moe_ckpt.callbacks.finished import will_stop
-from moe_ckpt.callbacks.host import LightningHost
+from moe_ckpt.callbacks.host import LightningHost, will_stop
 from moe_ckpt.callbacks.lightning_state import restore_finetuning, validation_due
 from moe_ckpt.callbacks.loop_position import (
     end_complete_epoch,
@@ -73,7 +72,8 @@ class Fit(pl.Callback):
     def __init__(
         self, trainer: Any, module: pl.LightningModule, options: Options, k: int | None, stopwatch: Stopwatch
     ) -> None:
-        self.host = LightningHost(trainer, module, options, self._count_update)
+        self.host = LightningHost(trainer, module, options)
+        self.host.count_update = self._count_update
         self.driver = Driver(self.host, options, _ADVICE, stopwatch)
         self.stopwatch = stopwatch
         self._policy = type(options.policy).__name__
@@ -251,7 +251,7 @@ class Fit(pl.Callback):
     @timed
     def on_before_backward(self, *_: Any) -> None:
         """Refuses a backward pass after an update of the same batch, if the policy has windows."""
-        if self.host.windows is not None and self._watch.unbooked:
+        if self.host.windows is not None and self._watch.updates:
             self.host.windows.refuse_backward()
 
     @timed
@@ -267,7 +267,7 @@ class Fit(pl.Callback):
         """Loads replayed weights, before any callback may read them."""
         self.host.passes.in_batch = False
         self._watch.hooks_began = True
-        if self.driver.replaying is not None and self._watch.unbooked:
+        if self.driver.replaying is not None and self._watch.updates:
             self.driver.replaying.put_back(self.host.step)
 
     def on_validation_start(self, *_: Any) -> None:

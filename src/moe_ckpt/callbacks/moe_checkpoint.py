@@ -31,7 +31,7 @@ from moe_ckpt.callbacks.data_position import DataPosition
 from moe_ckpt.callbacks.fit import Fit
 from moe_ckpt.callbacks.loop_position import end_validation
 from moe_ckpt.callbacks.step_log import StepLog
-from moe_ckpt.callbacks.support import STATE_KEY, sharding_of
+from moe_ckpt.callbacks.support import sharding_of
 from moe_ckpt.driver.host import SealingSurvivors
 from moe_ckpt.driver.run import CLOSE_SECS
 from moe_ckpt.driver.states import Moment
@@ -71,7 +71,7 @@ class MoECheckpoint(Checkpoint):
         ConfigError: An unknown option, or an impossible value.
     """
 
-    state_key = STATE_KEY
+    state_key = "moe_ckpt.MoECheckpoint"
     # Loggers read these from any checkpoint callback. There is no "best" model here.
     every_n_train_steps = 1
     save_top_k = -1

@@ -25,9 +25,6 @@ from moe_ckpt.modeling.bucket_order import BucketOrder
 
 log = logging.getLogger("moe_ckpt")
 
-STATE_KEY = "moe_ckpt.MoECheckpoint"
-"""Key of ``MoECheckpoint`` among the callback states in a Lightning checkpoint."""
-
 SHARDING_ATTRIBUTE = "moe_ckpt_sharding"
 """Attribute by which other strategies say how they spread the state: a key of ``SHARDINGS``."""
 

@@ -49,17 +49,18 @@ class UpdateWatch:
             step, and ``after_batch`` after every batch-end hook.
 
     Attributes:
+        updates: Those of the optimizers since ``book``.
+        moved: Some update was booked.
         steps_seldom: Some batch made no step, so others may make none either.
         hooks_began: Batch-end hooks are running, so learning rate schedules have made their step.
     """
 
     def __init__(self, fit: Fit) -> None:
         trainer, module, stopwatch = fit.host.trainer, fit.host.module, fit.stopwatch
-        self.steps_seldom = self.hooks_began = False
+        self.steps_seldom = self.hooks_began = self.moved = False
         self._trainer, self._module, self._after_update = trainer, module, fit.updated
         self._rates: list[Any] = []
-        self._updates = self._booked = 0
-        self._global_step = self._applied = 0
+        self.updates = self._applied = self._global_step = 0
         self._undo = ExitStack()
         self._module_hook = is_overridden(_HOOK, module)
         theirs, had = getattr(module, _HOOK), vars(module).get(_HOOK)
@@ -85,17 +86,7 @@ class UpdateWatch:
     def begin(self, global_step: int) -> None:
         """Training begins at ``trainer.global_step``. Updates made before, to return to it, do not count."""
         self._global_step = global_step
-        self._updates = self._booked = self._applied = 0
-
-    @property
-    def unbooked(self) -> int:
-        """The number of updates since the last call of ``book``."""
-        return self._updates - self._booked
-
-    @property
-    def moved(self) -> bool:
-        """Returns whether any update was booked."""
-        return self._booked > 0
+        self.forget()
 
     def book(self, global_step: int) -> WatchedBatch:
         """Books the updates of this batch: none if gradients accumulate, or the loss scaler skipped the step.
@@ -103,17 +94,17 @@ class UpdateWatch:
         Raises:
             ConfigError: There were updates, and ``global_step`` did not move.
         """
-        stepped, updates = global_step != self._global_step, self._updates - self._booked
-        self._global_step = global_step
-        self.steps_seldom |= not stepped
-        if updates and not stepped:
+        batch = WatchedBatch(global_step != self._global_step, self.updates, self._applied > 0)
+        if batch.updates and not batch.stepped:
             raise ConfigError(
                 "an optimizer stepped, but trainer.global_step did not: in manual optimization call step() on what "
                 "self.optimizers() returns (use_pl_optimizer=True), or steps cannot be counted"
             )
-        applied, self._booked, self._applied = self._applied > 0, self._updates, 0
-        self.hooks_began = False
-        return WatchedBatch(stepped, updates, applied)
+        self._global_step = global_step
+        self.forget()
+        self.steps_seldom |= not batch.stepped
+        self.moved |= batch.updates > 0
+        return batch
 
     def require_whole(self, error: BaseException | None) -> None:
         """Raises ``RuntimeError`` unless the step of a batch that ``error`` ended is complete; warns of missing hooks.
@@ -125,7 +116,7 @@ class UpdateWatch:
             error: None if it is not known.
         """
         batch = self._trainer.fit_loop.epoch_loop.batch_progress.current
-        if not self.unbooked or batch.processed < batch.ready:
+        if not self.updates or batch.processed < batch.ready:
             raise RuntimeError("its update is made, but the batch has not come to its end")
         if not self.hooks_began and any(old is new for old, new in zip(self._rates, self._rates_now(), strict=True)):
             raise RuntimeError("its update is made, but its learning rate schedules have not come to their ends")
@@ -171,11 +162,11 @@ class UpdateWatch:
 
     def forget(self) -> None:
         """Ignores the updates since the last call of ``book``, which are no part of the run."""
-        self._booked, self._applied = self._updates, 0
+        self.updates = self._applied = 0
         self.hooks_began = False
 
     def _count(self, optimizer: Any, *_: Any) -> None:
-        self._updates += 1
+        self.updates += 1
         # A fused optimizer gets the loss scale, and skips the update after an overflow by itself, on the device.
         self._applied += getattr(optimizer, "found_inf", None) is None
         self._rates = self._rates_now()

@@ -36,13 +36,12 @@ class Messages:
     def __init__(self, unit: str, dirpath: str, rank: int) -> None:
         self._unit, self._dirpath, self._rank = unit, dirpath, rank
 
-    def _announce(self, message: str, *args: object) -> None:
+    def _say(self, message: str, *args: object, warns: bool = False) -> None:
         if self._rank == 0:
-            announce(message, *args)
+            announce(message, *args, level=logging.WARNING if warns else logging.INFO)
 
     def _warn(self, message: str, *args: object) -> None:
-        if self._rank == 0:
-            announce(message, *args, level=logging.WARNING)
+        self._say(message, *args, warns=True)
 
     def setup(
         self,
@@ -69,12 +68,12 @@ class Messages:
         parameters = sum(prod(spec.global_shape) for spec in specs if is_weight(spec))
         held = sum(tensor.local.numel() for tensor in tensors if is_weight(tensor))
         where = f"{ranks} ranks, {'sharded' if held < parameters else 'a copy on each'}" if ranks > 1 else "1 rank"
-        say = self._announce if counts else self._warn
-        say(
+        self._say(
             "%s: %s, %s parameters on %s. Checkpoints go to %s, about %s where all is saved (with Adam); memory that "
             "outlives the process: %s",
             *(_as_written(options.policy), layers, f"{parameters:,}", where, self._dirpath),
             *(human_bytes(roughly(specs)), "off" if options.memory is None else "on"),
+            warns=not counts,
         )
 
     def new_run(self, resume: str, generation: int) -> None:
@@ -85,21 +84,21 @@ class Messages:
             generation: Number of this start of the run; 0 if the store is new.
         """
         if resume == "never" and generation:
-            self._announce(
+            self._say(
                 "training starts from scratch, because resume='never' is set; the checkpoints in %s stay", self._dirpath
             )
         else:
-            self._announce("training starts from scratch: %s holds no checkpoint yet", self._dirpath)
+            self._say("training starts from scratch: %s holds no checkpoint yet", self._dirpath)
 
     def weights(self, loaded: LoadedWeights) -> None:
         """Says that a new run begins with loaded weights."""
-        self._announce(
+        self._say(
             "a new run starts with %s; %s count, optimizer, schedules and data start from scratch", loaded, self._unit
         )
 
     def handed_over(self, handover: Handover) -> None:
         """Says which state of another host's run was loaded. Called after ``resumed``."""
-        (self._warn if handover.not_taken else self._announce)("%s", handover)
+        self._say("%s", handover, warns=bool(handover.not_taken))
 
     def resumed(
         self, step: int, source: str, fault: FaultRecord, plt: float, besides: str = "", dirpath: str | None = None
@@ -119,8 +118,7 @@ class Messages:
             lost = f"{fault.stale_experts} experts are older than that, {fault.lost_tokens:,} tokens lost"
             portion = f"MLT {fault.mlt:.2%}, "
         where = f"{self._unit} {step} from {_path(dirpath or self._dirpath, source)}"
-        say = self._warn if besides else self._announce
-        say("resumed at %s: %s (%sPLT %s)%s", where, lost, portion, f"{plt:.2%}", besides)
+        self._say("resumed at %s: %s (%sPLT %s)%s", where, lost, portion, f"{plt:.2%}", besides, warns=bool(besides))
 
     def uncounted(self, step: int, updates: int) -> None:
         """Warns that optimizers step, but ``after_step`` is not called.
@@ -137,7 +135,7 @@ class Messages:
 
     def no_position(self) -> None:
         """Says that a restart will not know which data were trained on."""
-        self._announce(
+        self._say(
             "a restart will draw its data from where the loop begins: nothing in stateful= has a position in the data, "
             "and after_step gets no counters. Give a StatefulDataLoader or a RecoverableDistributedSampler, unless the "
             "loop chooses its data by the number of the step"
@@ -149,7 +147,7 @@ class Messages:
             return
         unit, newest = self._unit, lost_checkpoint.step
         if newest is None:
-            self._announce(
+            self._say(
                 "no node has a checkpoint of an earlier start in memory: %ss after %d that were only in memory are "
                 "lost, and are computed again",
                 *(unit, step),
@@ -181,7 +179,7 @@ class Messages:
             last: Its last step.
             source: ``Restored.origin``.
         """
-        self._announce(
+        self._say(
             "resumed at %s %d from %s: the %ss of its sparse window, up to %d, are computed again",
             *(self._unit, first, _path(self._dirpath, source), self._unit, last),
         )

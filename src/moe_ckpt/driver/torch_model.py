@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -57,7 +56,7 @@ def open_torch(
     catalog = build_catalog(module, layers)
     options.policy.check(catalog)
     # Costs time at every update, so only if experts may be restored older.
-    frozen = FrozenExperts(catalog, partial(state.parameters, described=True)) if needs.partial else None
+    frozen = FrozenExperts(catalog, state.frozen) if needs.partial else None
     soft = needs.popularity == GATE_WEIGHTS
     counter = RoutingCounter(module, layers, soft=soft, frozen=frozen, passes=passes, stopwatch=stopwatch)
     try:

@@ -29,7 +29,7 @@ from moe_ckpt.megatron.optimizers import MASTER, StateSlot, make_state, slots, s
 from moe_ckpt.megatron.world import Block, HeldTensor, Holding, World, exchange, natural
 from moe_ckpt.modeling.module_state import Frozen, freeze
 from moe_ckpt.modeling.optimizer_state import STEP
-from moe_ckpt.modeling.watching import Entries, TensorAddresses, places_among
+from moe_ckpt.modeling.watching import Entries, TensorAddresses
 from moe_ckpt.ports import Communicator, Reading, StateTensor, TensorMeta, TensorSpec
 from moe_ckpt.reading.index import split_key
 
@@ -364,7 +364,6 @@ class _ShardViews:
         slots: Mapping[nn.Parameter, StateSlot],
         tensors: Sequence[StateTensor],
     ) -> None:
-        self._tensors = tensors
         used = [slot for live in parameters if (slot := slots.get(live.parameter)) and slot.updated is not None]
         inner = [leaf.optimizer for leaf in {id(slot.leaf): slot.leaf for slot in used}.values()]
         self._states = [(optimizer, optimizer.state) for optimizer in inner]
@@ -389,7 +388,7 @@ class _ShardViews:
             return False
         if not listed and not (self._held.same() and self._entries.same()):
             return False
-        return self._memory.same(places_among(self._tensors, of))
+        return self._memory.same(of)
 
 
 def _viewed(parameter: nn.Parameter, slot: StateSlot | None) -> Iterator[torch.Tensor]:

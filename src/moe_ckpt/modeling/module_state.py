@@ -207,29 +207,25 @@ class FrozenExperts:
 
     Args:
         catalog: Of the model.
-        parameters: Returns the model's parameters by name; the very same object as long as they are the same.
+        names: Returns the names of the frozen parameters, the very same object as long as they are the same.
     """
 
-    def __init__(self, catalog: Catalog, parameters: Callable[[], Mapping[str, nn.Parameter]]) -> None:
-        self._parameters, self._frozen = parameters, Frozen()
-        self._every: Mapping[str, nn.Parameter] | None = None
-        self._of_experts: Mapping[str, nn.Parameter] = {}
-        self._of = {catalog.expert_at[op.id]: {span.parameter for span in op.spans} for op in catalog.experts}
+    def __init__(self, catalog: Catalog, names: Callable[[], FixedStrings]) -> None:
+        self._frozen_names = names
+        self._parameters_of = {
+            catalog.expert_at[op.id]: {span.parameter for span in op.spans} for op in catalog.experts
+        }
         self._shape = catalog.expert_places.shape
         self._names: FixedStrings | None = None
         self._mask: npt.NDArray[np.bool_] | None = None
 
     def __call__(self) -> npt.NDArray[np.bool_] | None:
         """Returns a mask ``[L, E]``, the same object as long as it is equal; None if no expert is frozen."""
-        every = self._parameters()
-        if every is not self._every:
-            shared = every.keys() & frozenset[str]().union(*self._of.values())
-            self._every, self._of_experts = every, {name: every[name] for name in shared}
-        names = self._frozen.names(self._of_experts)
+        names = self._frozen_names()
         if names is not self._names:
             self._names, frozen = names, frozenset(names)
             mask = np.zeros(self._shape, dtype=bool)
-            for at, parameters in self._of.items() if frozen else ():
+            for at, parameters in self._parameters_of.items() if frozen else ():
                 mask[at] = bool(parameters) and parameters <= frozen
             self._mask = mask if mask.any() else None
         return self._mask

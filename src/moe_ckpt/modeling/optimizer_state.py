@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain, compress
+from itertools import chain
 from operator import is_, itemgetter
 from typing import Any
 
@@ -312,22 +312,18 @@ class OptimizerView:
         self._require_names(index)
         self.unsliced = find_unsliced(self.states)
         self._entries = Entries([state for _, _, state in self.states], torch.Tensor)
-        self._owners = [name for name, _, state in self.states for v in state.values() if isinstance(v, torch.Tensor)]
-        self.scalars = list(compress(((name, state) for name, _, state in self.states), self._entries.loose))
+        self.scalars = [
+            (name, state)
+            for name, _, state in self.states
+            if not all(isinstance(value, torch.Tensor) for value in state.values())
+        ]
 
     def _require_names(self, index: int) -> None:
         """Raises ``UnsupportedError`` for a tensor under a name that no key of a checkpoint can hold."""
-        if all(map(is_state_name, set(chain.from_iterable(state for _, _, state in self.states)))):
-            return  # the search below takes Python code for each tensor
         for owner, _, state in self.states:
             for name, value in state.items():
                 if isinstance(value, torch.Tensor) and not is_state_name(name):
                     raise unnameable(f"optimizer {index} ({type(self._optimizer).__name__})", owner, name)
-
-    @property
-    def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Returns all tensors among the states, each with the name of its parameter."""
-        return zip(self._owners, self._entries.values, strict=True)
 
     def is_current(self) -> bool:
         """Returns False once groups, the state of a parameter, or a tensor in it came, went or were replaced."""

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from moe_ckpt.errors import ConfigError, UnsupportedError
 from moe_ckpt.format import contents
+from moe_ckpt.format.sealed import FixedStrings
 from moe_ckpt.format.shard import dtype_name
 from moe_ckpt.modeling import module_state
 from moe_ckpt.modeling.blocks import block_of, is_dtensor, is_sharded, reshard
@@ -39,7 +40,7 @@ from moe_ckpt.modeling.optimizer_state import (
     write_groups,
     write_unsliced,
 )
-from moe_ckpt.modeling.watching import TensorAddresses, Walk, places_among
+from moe_ckpt.modeling.watching import TensorAddresses, Walk
 from moe_ckpt.ports import Reading, StateTensor, TensorMeta, TensorSpec
 from moe_ckpt.reading.index import split_key
 
@@ -93,18 +94,17 @@ class TorchTrainingState:
         """Returns all parameters, then the optimizer state that exists now. Views only; no waiting for the device."""
         walk, views = self._refresh(unchanged=listed)
         memory = self._memory if self._listed_of == (walk, views) else None  # both go by identity
-        if memory is None or not memory.same(places_among(self._tensors, of)):
+        if memory is None or not memory.same(of):
             self._list(walk, views)
         self._prepared = False
         return self._tensors
 
-    def parameters(self, *, described: bool = False) -> Mapping[str, torch.nn.Parameter]:
-        """Returns the model's parameters by name, each once; the very same object for as long as they are the same.
+    def frozen(self) -> FixedStrings:
+        """Returns the names of the parameters that require no gradient now, of those at the last call of any method.
 
-        Args:
-            described: Do not look for changes since the last call of any method.
+        The very same object for as long as the names are the same.
         """
-        return (self._walk if described and self._walk is not None else self._walked()).parameters
+        return self._frozen.names((self._walk or self._walked()).parameters)
 
     def specs(self) -> tuple[TensorSpec, ...]:
         """See ``ports.TrainingState``. They are equal on all ranks, since each holds all or a part of every tensor."""
@@ -255,17 +255,19 @@ class TorchTrainingState:
 
     def _list(self, walk: Walk, views: tuple[OptimizerView, ...]) -> None:
         """Describes the tensors that there are now."""
+        named: list[tuple[str, torch.Tensor]] = list(walk.parameters.items())
         tensors = [self._describe(f"model/{name}", name, p, p) for name, p in walk.parameters.items() if p.numel()]
         for index, view in enumerate(views):
-            tensors += [
-                self._describe(f"optim/{index}/{name}/{key}", name, parameter, value)
-                for name, parameter, state in view.states
-                for key, value in state.items()
-                if is_sliced(parameter, value)
-            ]
+            for name, parameter, state in view.states:
+                held = [(key, value) for key, value in state.items() if isinstance(value, torch.Tensor)]
+                named += [(name, value) for _, value in held]
+                tensors += [
+                    self._describe(f"optim/{index}/{name}/{key}", name, parameter, value)
+                    for key, value in held
+                    if is_sliced(parameter, value)
+                ]
             view.unsliced = find_unsliced(view.states)
         self._tensors = tuple(tensors)
-        named = (*walk.parameters.items(), *chain.from_iterable(view.tensors for view in views))
         self._memory = TensorAddresses(named, self._tensors)
         self._listed_of = walk, views
 

@@ -21,7 +21,7 @@ from torch import nn
 from moe_ckpt.modeling.blocks import is_dtensor
 from moe_ckpt.modeling.names import clean_name, parameters_of, unwrap
 from moe_ckpt.ports import Reading, StateTensor
-from moe_ckpt.slices.cuts import Numbers, ascending, ranges
+from moe_ckpt.slices.cuts import ascending, ranges
 
 _BLOCK = attrgetter("_local_tensor")
 _LAYOUT = attrgetter("_spec")
@@ -36,7 +36,6 @@ class Entries:
 
     Attributes:
         values: The values that must stay, in order.
-        loose: For each dict, whether it has values of other types.
     """
 
     def __init__(self, dicts: Sequence[dict[Any, Any]], kind: type = object) -> None:
@@ -50,7 +49,6 @@ class Entries:
         self._held = [isinstance(value, kind) for value in values]
         self._free = [] if all(self._held) else list(map(not_, self._held))
         self.values = list(compress(values, self._held))
-        self.loose = [any(not isinstance(value, kind) for value in entries.values()) for entries in dicts]
 
     def same(self) -> bool:
         """Returns whether the dicts have the entries that they had."""
@@ -84,6 +82,7 @@ class TensorAddresses:
         for name, tensor in named:
             names.setdefault(id(tensor), []).append(name)
             tensors[id(tensor)] = tensor
+        self._views = views
         self._sharded = [tensor for tensor in tensors.values() if is_dtensor(tensor)]
         self._blocks = list(map(_BLOCK, self._sharded))
         self._layouts = list(map(_LAYOUT, self._sharded))
@@ -98,27 +97,23 @@ class TensorAddresses:
         self._firsts = np.cumsum(self._counts) - self._counts
         self._places = np.fromiter(map(itemgetter(1), pairs), np.int64, len(pairs))[np.argsort(owners, kind="stable")]
 
-    def same(self, of: Numbers | None = None) -> bool:
+    def same(self, of: Reading | None = None) -> bool:
         """Returns whether all memory is at the address where it was.
 
         Args:
-            of: Positions of views: only tensors that belong to their parameters are compared. None: all tensors.
+            of: Only tensors that belong to the parameters of these views are compared. None, or ``of`` is about other
+                views: all tensors.
         """
         if not all(map(is_, map(_BLOCK, self._sharded), self._blocks)):
             return False
         if not all(map(is_, map(_LAYOUT, self._sharded), self._layouts)):
             return False
-        if of is None:
+        if of is None or (len(of.places) and of.tensors is not self._views):
             return np.array_equal(addresses(self._tensors), self._addresses)
-        numbers = ascending(self._owners[of], len(self._counts))
+        numbers = ascending(self._owners[of.places], len(self._counts))
         places = ascending(self._places[ranges(self._firsts[numbers], self._counts[numbers])], len(self._tensors))
         tensors = list(map(self._tensors.__getitem__, places.tolist()))
         return np.array_equal(addresses(tensors), self._addresses[places])
-
-
-def places_among(tensors: Sequence[StateTensor], of: Reading | None) -> Numbers | None:
-    """Returns the positions in ``tensors`` of those that are read; None for all, also if ``of`` is of other tensors."""
-    return None if of is None or (len(of.places) and of.tensors is not tensors) else of.places
 
 
 def addresses(tensors: Sequence[torch.Tensor]) -> npt.NDArray[np.uint64]:
@@ -180,8 +175,7 @@ class _Modules:
         self._types = list(map(type, modules))
         # One flat list, no tuples: the garbage collector would look at each of these.
         self._tables: list[object] = list(chain.from_iterable(map(_TABLES, modules)))
-        self._children = Entries([module._modules for module in modules])
-        self._parameters = Entries([module._parameters for module in modules])
+        self._entries = Entries([table for module in modules for table in (module._modules, module._parameters)])
         self._buffers = [module._buffers for module in modules]
         self._counts = list(map(len, self._buffers))
 
@@ -189,8 +183,7 @@ class _Modules:
         return (
             list(map(type, self._modules)) == self._types
             and all(map(is_, chain.from_iterable(map(_TABLES, self._modules)), self._tables))
-            and self._children.same()
-            and self._parameters.same()
+            and self._entries.same()
             and list(map(len, self._buffers)) == self._counts
         )
 

@@ -12,7 +12,7 @@ from copy import deepcopy
 from typing import Any
 
 import lightning
-from lightning.pytorch.callbacks import BaseFinetuning, StochasticWeightAveraging
+from lightning.pytorch.callbacks import BaseFinetuning, Callback, StochasticWeightAveraging
 from lightning.pytorch.plugins.precision import FSDPPrecision, MixedPrecision, Precision
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
@@ -21,7 +21,6 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from moe_ckpt.callbacks.compat import NAMES, Private
 from moe_ckpt.callbacks.loop_position import interrupted
-from moe_ckpt.callbacks.support import overrides
 from moe_ckpt.driver.host import loading_state, require_framework
 from moe_ckpt.errors import UnencodableStateError
 from moe_ckpt.format.schema import Schema, like, require
@@ -88,6 +87,12 @@ def _has_reader(trainer: Any) -> bool:
         or type(precision).on_save_checkpoint is not Precision.on_save_checkpoint
         or any(overrides(callback, "on_save_checkpoint") for callback in others)
     )
+
+
+def overrides(callback: Callback, name: str) -> bool:
+    """Returns whether the callback overrides a hook of ``Callback``, also where it is set on the object."""
+    override, plain = getattr(type(callback), name, None), getattr(Callback, name, None)
+    return plain is not None and (name in vars(callback) or override is not plain)
 
 
 def _scaler_state(precision: Any) -> dict[str, Any]:

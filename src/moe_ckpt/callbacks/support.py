@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
-from lightning.pytorch.callbacks import Callback, Timer
+from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.strategies import (
     DDPStrategy,
     DeepSpeedStrategy,
@@ -148,12 +148,6 @@ def inexact(trainer: Any, buckets: BucketOrder | None) -> list[str]:
             "at the end of the epoch are computed again)"
         )
     return reasons
-
-
-def overrides(callback: Callback, name: str) -> bool:
-    """Returns whether the callback overrides a hook of ``Callback``, also where it is set on the object."""
-    override, plain = getattr(type(callback), name, None), getattr(Callback, name, None)
-    return plain is not None and (name in vars(callback) or override is not plain)
 
 
 def warn_of_timers(trainer: Any) -> None:

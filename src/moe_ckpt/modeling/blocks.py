@@ -209,7 +209,7 @@ def _layout(
 ) -> tuple[tuple[int, ...], tuple[int, ...], int | None]:
     """Returns (local shape, offsets, the other rank that writes the block or None) on ``rank``, this process's.
 
-    The results are cached, since every snapshot asks for every tensor. ``rank`` is part of the key because it may
+    The results are cached, since thousands of tensors have the same layout. ``rank`` is part of the key because it may
     change when process groups are rebuilt, although meshes compare equal.
     """
     shape, offsets = compute_local_shape_and_global_offset(global_shape, mesh, placements)

@@ -23,7 +23,7 @@ from moe_ckpt.core.operators import Catalog
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.format.sealed import FixedStrings
 from moe_ckpt.modeling.blocks import block_of, is_dtensor
-from moe_ckpt.modeling.names import clean_name
+from moe_ckpt.modeling.names import clean_name, require_same_names
 from moe_ckpt.modeling.watching import Walk
 
 _VARYING = "varying_buffers"
@@ -86,7 +86,7 @@ def check(model: nn.Module, varying: Varying, stored: Mapping[str, Any]) -> None
     walk = Walk(model)
     here, saved = _held(walk)[0], stored["buffers"]
     varies = varying.names.union(stored.get(_VARYING, ()))
-    _require_same("buffers", set(here), set(saved))
+    require_same_names("buffers", here, saved)
     for name, held in here.items():
         buffer = block_of(held, f"buffer {name}").local
         fits = tuple(buffer.shape) == tuple(saved[name].shape)
@@ -95,7 +95,7 @@ def check(model: nn.Module, varying: Varying, stored: Mapping[str, Any]) -> None
                 f"buffer {name!r} has shape {tuple(saved[name].shape)} in the checkpoint, "
                 f"{tuple(buffer.shape)} in the model"
             )
-    _require_same("modules with extra state", {name for name, _ in walk.settable}, set(stored["extra_state"]))
+    require_same_names("modules with extra state", [name for name, _ in walk.settable], stored["extra_state"])
 
 
 def write(model: nn.Module, varying: Varying, stored: Mapping[str, Any]) -> None:
@@ -166,15 +166,6 @@ def _held(walk: Walk) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
 
 def _joined(prefix: str, name: str) -> str:
     return f"{prefix}.{name}" if prefix else name
-
-
-def _require_same(what: str, here: set[str], saved: set[str]) -> None:
-    if here != saved:
-        only_here, only_there = sorted(here - saved)[:3], sorted(saved - here)[:3]
-        raise ConfigError(
-            f"{what} differ; only in the checkpoint: {only_there or 'none'}, only in the model: {only_here or 'none'}. "
-            "Build the model as it was when the checkpoint was written."
-        )
 
 
 _REQUIRES_GRAD = attrgetter("requires_grad")

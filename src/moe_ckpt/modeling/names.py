@@ -7,9 +7,11 @@ those that ``named_parameters`` gives at run time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from torch import nn
+
+from moe_ckpt.errors import ConfigError
 
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 
@@ -30,6 +32,16 @@ def parameters_of(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """Yields (clean name, parameter), each parameter once, under the first of its names."""
     for name, parameter in model.named_parameters():
         yield clean_name(name), parameter
+
+
+def require_same_names(what: str, here: Collection[str], stored: Collection[str]) -> None:
+    """Raises ``ConfigError``, which shows differences, unless ``what`` has the same names in run and checkpoint."""
+    only_here, only_stored = sorted({*here} - {*stored})[:3], sorted({*stored} - {*here})[:3]
+    if only_here or only_stored:
+        raise ConfigError(
+            f"{what} differ; only in the checkpoint: {only_stored or 'none'}, only in this run: {only_here or 'none'}. "
+            "Build model and optimizers as they were when the checkpoint was written"
+        )
 
 
 def tied_aliases(model: nn.Module) -> dict[str, str]:

@@ -28,6 +28,7 @@ from moe_ckpt.format.contents import described
 from moe_ckpt.format.sealed import FixedStrings
 from moe_ckpt.format.shard import TORCH_DTYPES
 from moe_ckpt.modeling.blocks import block_in, is_dtensor
+from moe_ckpt.modeling.names import require_same_names
 from moe_ckpt.modeling.watching import Entries
 from moe_ckpt.ports import TensorMeta
 
@@ -116,13 +117,7 @@ def check_groups(
             "build the optimizer with the same groups"
         )
     for number, entry in enumerate(stored):
-        here, saved = set(names[number]), set(entry["params"])
-        if here != saved:
-            only_here, only_there = sorted(here - saved)[:3], sorted(saved - here)[:3]
-            raise ConfigError(
-                f"optimizer {index}, param group {number}: the checkpoint has {len(saved)} parameters, this run "
-                f"{len(here)}; only in the checkpoint: {only_there or 'none'}, only in this run: {only_here or 'none'}"
-            )
+        require_same_names(f"parameters of optimizer {index}, param group {number},", names[number], entry["params"])
         for name, current in groups[number].items():
             if name != "params" and isinstance(current, (tuple, list)) and name in entry:
                 value = entry[name]
@@ -243,11 +238,22 @@ def replaced_state(
         del optimizer.state[parameter]
 
 
-def write_unsliced(
-    optimizer: Optimizer, parameter: torch.Tensor, descriptions: Mapping[str, Mapping[str, Any]]
+def write_state(
+    optimizer: Optimizer,
+    parameter: torch.Tensor,
+    scalars: Mapping[str, Any],
+    descriptions: Mapping[str, Mapping[str, Any]],
 ) -> None:
-    """Makes the unsliced tensors of one parameter's state exactly those that ``read_unsliced`` described."""
-    with replaced_state(optimizer, parameter, descriptions, lambda value: is_unsliced(parameter, value)) as state:
+    """Makes one parameter's state, besides sliced tensors, exactly this.
+
+    Args:
+        optimizer, parameter: Whose state it is.
+        scalars: Values that are no tensors.
+        descriptions: Unsliced tensors as ``read_unsliced`` described them.
+    """
+    keys = scalars.keys() | descriptions.keys()
+    with replaced_state(optimizer, parameter, keys, lambda value: not is_sliced(parameter, value)) as state:
+        state.update(scalars)
         for key, entry in descriptions.items():
             meta = TensorMeta(entry["dtype"], tuple(entry["shape"]), not entry.get("cpu", False))
             make_tensor(optimizer, parameter, key, meta)

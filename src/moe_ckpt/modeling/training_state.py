@@ -38,7 +38,7 @@ from moe_ckpt.modeling.optimizer_state import (
     replaced_state,
     require_same_class,
     write_groups,
-    write_unsliced,
+    write_state,
 )
 from moe_ckpt.modeling.watching import TensorAddresses, Walk
 from moe_ckpt.ports import Reading, StateTensor, TensorMeta, TensorSpec
@@ -183,12 +183,8 @@ class TorchTrainingState:
         for optimizer, view, entry in zip(self._optimizers, views, plain["optimizers"], strict=True):
             write_groups(optimizer, entry["param_groups"])
             for name, parameter in view.parameters.items():
-                scalars = entry["scalars"].get(name, {})
-                with replaced_state(
-                    optimizer, parameter, scalars, lambda value: not isinstance(value, torch.Tensor)
-                ) as state:
-                    state.update(scalars)
-                write_unsliced(optimizer, parameter, entry.get("unsliced", {}).get(name, {}))
+                unsliced = entry.get("unsliced", {}).get(name, {})
+                write_state(optimizer, parameter, entry["scalars"].get(name, {}), unsliced)
 
     def advance_counts(self, missed: Mapping[str, int]) -> None:
         """See ``optimizer_state.advance_counts``."""

@@ -19,7 +19,8 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
-from moe_ckpt.callbacks.support import inexact, overrides
+from moe_ckpt.callbacks.lightning_state import overrides
+from moe_ckpt.callbacks.support import inexact
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.format.shard import dtype_name
 from moe_ckpt.modeling.bucket_order import BucketOrder

@@ -52,7 +52,6 @@ from moe_ckpt.storage import Storage, open_storage
 from moe_ckpt.storage.base import Chunk, ReadableStorage
 from moe_ckpt.threads import ThreadName, ahead
 
-STORE_KIND = "moe_ckpt.store"
 STATE_KIND = "moe_ckpt.state"
 _READERS = 4
 _log = logging.getLogger("moe_ckpt")
@@ -90,18 +89,13 @@ class StoreReader:
         """Returns the run that this store belongs to, with a warning from the manifests if ``store.json`` is damaged.
 
         Raises:
-            StoreError: There is neither a ``store.json`` of this package nor a readable manifest.
             FormatVersionError: The store has a version that this package does not read.
-            DamagedError: ``store.json`` is damaged and the manifests do not agree.
+            DamagedError: ``store.json`` is missing or damaged, and the manifests do not agree, or none can be read.
         """
         if self._identity is None:
             try:
                 with reported(STORE_NAME):
                     raw = read_sealed(self.storage, STORE_NAME)
-                kind = unseal(raw, STORE_NAME).get("kind")
-                if kind != STORE_KIND:
-                    where = f"{self.storage.root}/{STORE_NAME}"
-                    raise StoreError(f"{where} is of a {shown(kind)}, not of a store of moe_ckpt")
                 self._identity = Identity.decode(raw, STORE_NAME)
             except DamagedError as error:
                 self._identity = self._inferred_identity(error)
@@ -119,7 +113,7 @@ class StoreReader:
         if not manifests:
             if self.storage.exists(STORE_NAME):
                 raise damage
-            raise StoreError(f"{self.storage.root} is no moe_ckpt store: it has no {STORE_NAME}")
+            raise DamagedError(STORE_NAME, f"is missing, so that {self.storage.root} is no moe_ckpt store")
         if len(manifests) > 1:
             others = ", ".join(manifest.directory for manifest in manifests.values())
             raise DamagedError(STORE_NAME, f"{damage.reason}, and these are of different runs: {others}")

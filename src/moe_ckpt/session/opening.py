@@ -25,10 +25,11 @@ from moe_ckpt.format.manifest import MANIFEST_NAME, PART_NAME, STORE_NAME, parse
 from moe_ckpt.format.run_records import Identity
 from moe_ckpt.ledger.retention import RetentionPolicy
 from moe_ckpt.ports import Communicator
-from moe_ckpt.reading.step_storage import PATIENCE_SECS, StepStorage
+from moe_ckpt.reading.reader import StoreReader
+from moe_ckpt.reading.step_storage import PATIENCE_SECS
 from moe_ckpt.reading.together import by_rank_zero
 from moe_ckpt.run.context import RunContext
-from moe_ckpt.run.documents import read_commit, read_header, read_manifest, read_sealed
+from moe_ckpt.run.documents import read_header, read_manifest
 from moe_ckpt.storage.base import ReadableStorage, Storage
 from moe_ckpt.storage.lock import StoreLock
 from moe_ckpt.tiers import host_tier
@@ -102,15 +103,15 @@ def _open(
     lock.acquire()
     try:
         lock.renew_meanwhile()
-        patient = StepStorage(storage, patience_secs)
-        names = patient.list()
+        reader = StoreReader(storage, patience_secs)
+        names = reader.storage.list()
         steps = {name: parsed for name in names if (parsed := parse_step_dir(name)) is not None}
-        identity = _identity(storage, patient, names, sorted(steps))
+        identity = _identity(storage, reader, names, has_steps=bool(steps))
         if identity is None:
             identity = Identity(secrets.token_hex(16), fingerprint, time.time())
             storage.write(STORE_NAME, [identity.encode()])
         if identity.fingerprint != fingerprint:
-            differences = describe_differences(patient, sorted(steps), catalog.parameters)
+            differences = describe_differences(reader.storage, sorted(steps), catalog.parameters)
             identity.require_model(fingerprint, storage.root, differences)
         keeper = StoreKeeper(storage, identity, retention, lock, ranks)
         keeper.clean_start()
@@ -121,48 +122,36 @@ def _open(
     return identity.run_id, generation, keeper
 
 
-def _identity(storage: Storage, patient: ReadableStorage, names: list[str], directories: list[str]) -> Identity | None:
+def _identity(storage: Storage, reader: StoreReader, names: Sequence[str], *, has_steps: bool) -> Identity | None:
     """Returns whose store this is; None for a new one.
 
     A damaged or lost store.json is written again from the manifests, which repeat what it said.
 
     Args:
         storage: Of the store.
-        patient: The same, for reading.
-        names: What lies in it.
-        directories: The step directories among them.
+        reader: Of the same.
+        names: What is in it.
+        has_steps: There are step directories among them.
     """
-    where = f"{storage.root}/{STORE_NAME}"
-    trouble = f"{where} is missing"
-    if STORE_NAME in names:
-        try:
-            return Identity.decode(read_sealed(patient, STORE_NAME), where)
-        except DamagedError as damage:
-            trouble = str(damage)
-    elif not directories:
+    if STORE_NAME not in names and not has_steps:
         return None
-    identities = [identity for name in directories if (identity := _identity_of(patient, name)) is not None]
-    runs = {(identity.run_id, identity.fingerprint) for identity in identities}
-    if len(runs) > 1 or (directories and not runs):
-        raise StoreError(
-            f"{trouble}, and the step directories beside it do not show which run they belong to. Choose another "
-            "dirpath, or restore the file."
-        )
-    log.warning("%s; it is written again", trouble)
-    storage.delete(STORE_NAME)
-    if not identities:
-        return None
-    storage.write(STORE_NAME, [identities[0].encode()])
-    return identities[0]
-
-
-def _identity_of(storage: ReadableStorage, directory: str) -> Identity | None:
-    """Identity according to one step's manifest; None if it has none that can be read."""
+    identity: Identity | None = None
     try:
-        manifest = read_commit(storage, directory)
-    except (FileNotFoundError, DamagedError):
-        return None
-    return Identity(manifest.run_id, manifest.model.fingerprint, manifest.created_unix_secs)
+        identity = reader.identity()
+        damage = reader.identity_damage
+    except DamagedError as error:
+        damage = error
+        if has_steps:
+            raise StoreError(
+                f"{storage.root}/{error}, and the step directories beside it do not show which run they belong to. "
+                "Choose another dirpath, or restore the file."
+            ) from error
+    if damage is not None:
+        log.warning("%s/%s; it is written again", storage.root, damage)
+        storage.delete(STORE_NAME)
+        if identity is not None:
+            storage.write(STORE_NAME, [identity.encode()])
+    return identity
 
 
 def describe_differences(storage: ReadableStorage, directories: Sequence[str], here: Shapes) -> str:

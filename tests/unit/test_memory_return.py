@@ -121,7 +121,7 @@ def test_a_rank_without_memory_for_bytes_of_other_nodes_keeps_nobody_waiting(whe
     nodes = make_nodes(tmp_path, 2)
     replicated(where, nodes)
     lose(nodes[1])
-    monkeypatch.setattr(slot_storage, "_Fetched", none)
+    monkeypatch.setattr(slot_storage, "joined_ranges", none)
     raised: dict[int, Exception] = {}
 
     def body(comm):

@@ -102,22 +102,22 @@ NODES = ["a", "a", "a", "b", "b"]
 
 
 def test_one_rank_of_a_node_receives_and_the_others_get_it_from_that_one():
-    all_of_it = SlotSpan(3, 0, 1, 0, 90)
+    all_of_it = SlotSpan(3, "shard", 0, 90)
     [(span, route)] = routes_of(NODES, {rank: [all_of_it] for rank in (0, 1, 2)})
     assert (span, route) == (all_of_it, Route(((3, 0),), ((0, 1), (0, 2))))
 
 
 def test_what_only_some_need_goes_to_those():
-    found = routes_of(NODES, {0: [SlotSpan(3, 0, 0, 0, 10)], 1: [SlotSpan(3, 0, 0, 6, 16)]})
+    found = routes_of(NODES, {0: [SlotSpan(3, "shard", 0, 10)], 1: [SlotSpan(3, "shard", 6, 16)]})
     assert found == [
-        (SlotSpan(3, 0, 0, 0, 6), Route(((3, 0),), ())),
-        (SlotSpan(3, 0, 0, 6, 10), Route(((3, 1),), ((1, 0),))),
-        (SlotSpan(3, 0, 0, 10, 16), Route(((3, 1),), ())),
+        (SlotSpan(3, "shard", 0, 6), Route(((3, 0),), ())),
+        (SlotSpan(3, "shard", 6, 10), Route(((3, 1),), ((1, 0),))),
+        (SlotSpan(3, "shard", 10, 16), Route(((3, 1),), ())),
     ]
 
 
 def test_the_ranks_of_a_node_take_turns():
-    needed = [SlotSpan(3, number, 0, 0, 8) for number in range(6)]
+    needed = [SlotSpan(3, f"shard_{number}", 0, 8) for number in range(6)]
     found = routes_of(NODES, dict.fromkeys((0, 1, 2), needed))
     assert Counter(target for _, route in found for _, target in route.from_source) == {0: 2, 1: 2, 2: 2}
 
@@ -127,24 +127,24 @@ spans = st.lists(st.integers(0, 40), unique=True, max_size=8).map(
 )
 
 
-@given(st.dictionaries(st.sampled_from([0, 1, 2, 4]), st.dictionaries(st.integers(0, 1), spans), max_size=4))
+@given(st.dictionaries(st.sampled_from([0, 1, 2, 4]), st.dictionaries(st.sampled_from(["one", "two"]), spans), max_size=4))
 def test_every_rank_gets_what_it_needs_and_every_node_receives_it_once(asked):
     """Rank 4 is on the holder's node."""
     needed = {
-        rank: [SlotSpan(3, number, 0, *span) for number, found in slots.items() for span in found]
+        rank: [SlotSpan(3, path, *span) for path, found in slots.items() for span in found]
         for rank, slots in asked.items()
     }
-    got: Counter[tuple[int, int, int]] = Counter()
-    for (_, number, _, begin, end), route in routes_of(NODES, needed):
+    got: Counter[tuple[int, str, int]] = Counter()
+    for (_, path, begin, end), route in routes_of(NODES, needed):
         crossed = [target for source, target in route.from_source if NODES[source] != NODES[target]]
         assert len(crossed) <= 1
         assert all(NODES[source] == NODES[target] for source, target in route.onward)
         for _, rank in (*route.from_source, *route.onward):
-            got.update((rank, number, byte) for byte in range(begin, end))
+            got.update((rank, path, byte) for byte in range(begin, end))
     expected = {
-        (rank, number, byte)
+        (rank, path, byte)
         for rank, those in needed.items()
-        for _, number, _, begin, end in those
+        for _, path, begin, end in those
         for byte in range(begin, end)
     }
     assert got == dict.fromkeys(expected, 1)

@@ -193,14 +193,12 @@ class SlotSpan(NamedTuple):
 
     Attributes:
         holder: The rank that has the slot.
-        number: The slot's number among the holder's slots.
-        part: Number of the part in the slot.
-        begin, end: First byte, and first byte behind the span, in the part.
+        path: Of the file that the slot's part is read as; the same on every rank.
+        begin, end: First byte, and first byte behind the span, counted from the end of the file's header.
     """
 
     holder: int
-    number: int
-    part: int
+    path: str
     begin: int
     end: int
 
@@ -214,22 +212,22 @@ def routes_of(nodes: Sequence[str], spans_of: Mapping[int, Sequence[SlotSpan]]) 
         nodes: The node of each rank.
         spans_of: Rank -> what it needs; no byte twice.
     """
-    asking: dict[tuple[int, int, int], list[tuple[int, int, int]]] = {}
+    asking: dict[tuple[int, str], list[tuple[int, int, int]]] = {}
     for rank, requests in sorted(spans_of.items()):
         for request in requests:
-            asking.setdefault(request[:3], []).append((request.begin, request.end, rank))
+            asking.setdefault((request.holder, request.path), []).append((request.begin, request.end, rank))
     received = dict.fromkeys(spans_of, 0)
 
     def least(members: list[int]) -> int:
         return min(members, key=lambda rank: (received[rank], rank))
 
     routes = []
-    for (holder, number, part), spans in sorted(asking.items()):
+    for (holder, path), spans in sorted(asking.items()):
         for begin, end, ranks in _divided(spans):
             route = route_of(holder, ranks, nodes, least)
             for _, rank in route.from_source:
                 received[rank] += end - begin
-            routes.append((SlotSpan(holder, number, part, begin, end), route))
+            routes.append((SlotSpan(holder, path, begin, end), route))
     return routes
 
 

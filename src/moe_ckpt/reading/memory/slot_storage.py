@@ -7,7 +7,6 @@ before anything reads them.
 from __future__ import annotations
 
 import json
-from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +19,7 @@ from moe_ckpt.core.operators import EXPERT
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.errors import DamagedError
 from moe_ckpt.format.manifest import Manifest, ModelRecord
+from moe_ckpt.ledger.coverage import joined_ranges
 from moe_ckpt.memory.files import FoundSlot
 from moe_ckpt.memory.left_slots import LeftSlots, SlotChecker
 from moe_ckpt.memory.slot import Slot
@@ -59,25 +59,6 @@ class SlotFile:
 
 
 @dataclass
-class _Fetched:
-    """Bytes of a file that came from another node. begin: first byte, counted from the end of the file's header."""
-
-    begin: int
-    data: torch.Tensor
-
-
-_Places = Mapping[tuple[int, int, int], Sequence[_Fetched]]
-"""(holder, slot, part) -> memory for the bytes that this rank fetches of it, in order."""
-
-
-def _place_of(places: _Places, run: SlotSpan) -> torch.Tensor:
-    """Returns the memory for a span of what this rank fetches."""
-    among = places[run[:3]]
-    target = among[bisect_right(among, run.begin, key=lambda fetched: fetched.begin) - 1]
-    return target.data[run.begin - target.begin : run.end - target.begin]
-
-
-@dataclass
 class SlotStorage:
     """A store of which some ``files`` are read from slots.
 
@@ -101,7 +82,8 @@ class SlotStorage:
     checker: SlotChecker | None = None
     places: tuple[str, ...] = ("this node", "other nodes")
     _opened: dict[Share, FoundSlot] = field(default_factory=dict)
-    _fetched: dict[str, list[_Fetched]] = field(default_factory=dict)
+    _fetched: dict[str, list[tuple[int, torch.Tensor]]] = field(default_factory=dict)
+    """Path -> bytes that came from other nodes, each run with its first byte, counted from the end of the header."""
 
     def __post_init__(self) -> None:
         self.root = self.storage.root
@@ -139,32 +121,29 @@ class SlotStorage:
             NotUsableError: On every rank, if one has no memory for it.
             PeerLostError: A peer is gone.
         """
-        asked: list[tuple[SlotSpan, str, _Fetched]] = []
+        asked: list[SlotSpan] = []
         problem: Exception | None = None
         try:
-            for path, begin, end in _joined(self._far(spans)):
-                share, part = self.files[path].share, self.files[path].part
-                fetched = _Fetched(begin, torch.empty(end - begin, dtype=torch.uint8))
-                asked.append((SlotSpan(share.holder, share.number, part, begin, end), path, fetched))
+            ranges: dict[str, list[tuple[int, int]]] = {}
+            for path, begin, end in sorted(self._far(spans)):
+                ranges.setdefault(path, []).append((begin, end))
+            for path, of_file in ranges.items():
+                for begin, end in joined_ranges(of_file):
+                    asked.append(SlotSpan(self.files[path].share.holder, path, begin, end))
+                    self._fetched.setdefault(path, []).append((begin, torch.empty(end - begin, dtype=torch.uint8)))
         except Exception as error:  # raised once the other ranks, which wait for this one, know
             problem = error
-        mine = None if problem else [run for run, _, _ in asked]
-        requests = [json.loads(raw) for raw in self.comm.everyone(json.dumps([self.node, mine]).encode())]
+        answer = json.dumps([self.node, None if problem else asked]).encode()
+        requests = [json.loads(raw) for raw in self.comm.everyone(answer)]
         for rank, (_, runs) in enumerate(requests):
             if runs is None:
                 raise NotUsableError(STOPS, rank, problem)
-        places: dict[tuple[int, int, int], list[_Fetched]] = {}
-        for run, path, fetched in asked:
-            self._fetched.setdefault(path, []).append(fetched)
-            places.setdefault(run[:3], []).append(fetched)
         me, nodes = self.comm.rank, [node for node, _ in requests]
         needed_by = {rank: [SlotSpan(*run) for run in runs] for rank, (_, runs) in enumerate(requests)}
         routed, received = [], 0
         for run, route in routes_of(nodes, needed_by):
-            if run.holder == me:
-                routed.append((route, _part_of(self.slots[run.number], run.part)[run.begin : run.end]))
-            elif any(me == receiver for _, receiver in (*route.from_source, *route.onward)):
-                routed.append((route, _place_of(places, run)))
+            if run.holder == me or any(me == receiver for _, receiver in (*route.from_source, *route.onward)):
+                routed.append((route, self._bytes_of(run.path, run.begin, run.end)))
                 received += run.end - run.begin if (run.holder, me) in route.from_source else 0
         hand_on(self.comm, routed)
         return received
@@ -177,14 +156,16 @@ class SlotStorage:
                 skipped = len(file.header)
                 yield path, max(0, begin - skipped), max(0, end - skipped)
 
-    def _bytes_of(self, path: str, begin: int, end: int) -> memoryview:
-        """Returns bytes of a file, counted from the end of its header."""
+    def _bytes_of(self, path: str, begin: int, end: int) -> torch.Tensor:
+        """Returns bytes of a file, counted from the end of its header: where they are, or where they are fetched to."""
         file = self.files[path]
         if file.share.node == self.node:
-            return _part_of(self._open(file.share), file.part)[begin:end].numpy().data
-        for run in self._fetched.get(path, ()):
-            if run.begin <= begin and end <= run.begin + run.data.numel():
-                return run.data[begin - run.begin : end - run.begin].numpy().data
+            return _part_of(self._open(file.share), file.part)[begin:end]
+        if begin == end:  # of a slice without elements
+            return torch.empty(0, dtype=torch.uint8)
+        for first, data in self._fetched.get(path, ()):
+            if first <= begin and end <= first + len(data):
+                return data[begin - first : end - first]
         raise FileNotFoundError(f"{path}: bytes {begin} to {end} were not fetched")
 
     def _open(self, share: Share) -> FoundSlot:
@@ -210,9 +191,9 @@ class SlotStorage:
         size, head = self.size(path), len(file.header)
         end = size if nbytes is None else min(size, offset + nbytes)
         if offset >= head:
-            return self._bytes_of(path, offset - head, max(offset, end) - head)
+            return self._bytes_of(path, offset - head, max(offset, end) - head).numpy().data
         first = file.header[offset:end]
-        return first if end <= head else b"".join([first, self._bytes_of(path, 0, end - head)])
+        return first if end <= head else b"".join([first, self._bytes_of(path, 0, end - head).numpy().data])
 
     def size(self, path: str) -> int:
         """See ``ReadableStorage``."""
@@ -234,17 +215,6 @@ def _part_of(slot: FoundSlot, number: int) -> torch.Tensor:
     if number == STATE:
         return torch.frombuffer(bytearray(header.state), dtype=torch.uint8)
     return slot.slot.memory[header.parts[number].begin :]
-
-
-def _joined(spans: Iterable[Span]) -> list[Span]:
-    """Returns the spans sorted, with those joined that overlap or adjoin."""
-    joined: list[Span] = []
-    for path, begin, end in sorted(set(spans)):
-        if joined and joined[-1][0] == path and begin <= joined[-1][2]:
-            joined[-1] = (path, joined[-1][1], max(joined[-1][2], end))
-        else:
-            joined.append((path, begin, end))
-    return joined
 
 
 class RankMemory(Protocol):

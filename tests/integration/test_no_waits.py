@@ -20,7 +20,7 @@ from moe_ckpt.comm.communicator import SoloCommunicator
 from moe_ckpt.driver import torch_model
 from moe_ckpt.gradient_log import capture
 from moe_ckpt.gradient_log.edits import EditWatch
-from moe_ckpt.interop.whole import lightning_checkpoint
+from moe_ckpt.interop.whole import lightning_dict, of_lightning
 from moe_ckpt.ledger.retention import RetentionPolicy
 from moe_ckpt.memory.options import Memory
 from moe_ckpt.modeling import routing
@@ -96,7 +96,7 @@ def contents(root: Path) -> dict[str, Any]:
     for name in reversed(reader.directories()):
         manifest = reader.manifest(name)
         check_checkpoint(reader, manifest)
-        held = lightning_checkpoint(reader, manifest)
+        held = lightning_dict(of_lightning(reader, manifest))
         del held["callbacks"]  # our own books are among them, which are of a step earlier where counts come late
         found[name] = {"tokens": manifest.tokens["applied"], **held}
     return found

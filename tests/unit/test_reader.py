@@ -26,7 +26,7 @@ from moe_ckpt.errors import (
 )
 from moe_ckpt.format.manifest import MANIFEST_NAME, Manifest
 from moe_ckpt.format.sealed import seal, unseal
-from moe_ckpt.reading.reader import StoreReader, check_checkpoint, newest_good, open_step, usable
+from moe_ckpt.reading.reader import StoreReader, check_checkpoint, choose, newest_good, open_step
 from moe_ckpt.storage import LocalStorage
 from tests.support.store_builder import StoreBuilder, TinyRun, example
 from tests.support.verifying import verify_store
@@ -352,11 +352,12 @@ def assert_never_wrong(run: TinyRun, root: Path) -> str | None:
     """Load the newest good checkpoint: it must be one of those committed, to the last bit."""
     reader = reader_of(root)
     try:
-        manifest = next(usable(reader, [], partial(check_checkpoint, reader)), None)
+        chosen, _ = choose(reader, partial(check_checkpoint, reader))
     except StoreError:
         return None
-    if manifest is None:
+    if not chosen:
         return None
+    [manifest] = chosen
     assert same(load(reader, manifest), run.views[manifest.directory])
     for rank, state in enumerate(run.states[manifest.directory]):
         assert same(reader.state(manifest, rank), state)

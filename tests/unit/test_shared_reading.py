@@ -127,7 +127,9 @@ spans = st.lists(st.integers(0, 40), unique=True, max_size=8).map(
 )
 
 
-@given(st.dictionaries(st.sampled_from([0, 1, 2, 4]), st.dictionaries(st.sampled_from(["one", "two"]), spans), max_size=4))
+@given(
+    st.dictionaries(st.sampled_from([0, 1, 2, 4]), st.dictionaries(st.sampled_from(["one", "two"]), spans), max_size=4)
+)
 def test_every_rank_gets_what_it_needs_and_every_node_receives_it_once(asked):
     """Rank 4 is on the holder's node."""
     needed = {

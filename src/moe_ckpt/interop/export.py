@@ -28,7 +28,7 @@ from moe_ckpt.errors import ConfigError, MoECheckpointError, StoreUnwritableErro
 from moe_ckpt.format.manifest import Manifest, age_of
 from moe_ckpt.format.shard import TORCH_DTYPES
 from moe_ckpt.interop.safetensors import MAX_FILE_BYTES, Progress, write_for_hub, write_safetensors
-from moe_ckpt.interop.whole import WholeCheckpoint, lightning_checkpoint, whole
+from moe_ckpt.interop.whole import WholeCheckpoint, lightning_dict, whole
 from moe_ckpt.reading.memory.memory_outside import memory_step
 from moe_ckpt.reading.reader import StoreReader, locate, with_step
 from moe_ckpt.storage.local import why_unwritable
@@ -232,7 +232,7 @@ def _plant(tree: dict[str, Any], path: tuple[str | int, ...], value: Any) -> Non
 
 
 def _write_lightning(checkpoint: WholeCheckpoint, target: Path, progress: Progress) -> None:
-    tree = lightning_checkpoint(checkpoint.reader, checkpoint.manifest, checkpoint.rank)
+    tree = lightning_dict(checkpoint)
     arrays = list(_arrays(tree, ""))
     if arrays:
         _log.warning("%s will need weights_only=False to load: it holds numpy arrays at %s", target, ", ".join(arrays))

@@ -169,23 +169,17 @@ TOKENS_MARK = "moe_ckpt: the tokens of the manifest"
 """Stands for them in the state of the callback ``MoECheckpoint``."""
 
 
-def lightning_checkpoint(reader: StoreReader, manifest: Manifest, rank: int = 0) -> dict[str, Any]:
-    """The checkpoint dict of ``manifest``, with whole (unsharded) tensors on the CPU.
+def lightning_dict(checkpoint: WholeCheckpoint) -> dict[str, Any]:
+    """The checkpoint dict that Lightning would have saved, with whole (unsharded) tensors on the CPU.
 
-    Optimizer state is in torch's own format: integer ids in the order of the param groups.
-
-    Args:
-        rank: Whose loops, callbacks and data position are taken; Lightning itself saves those of rank 0.
+    Optimizer state is in torch's own format: integer ids in the order of the param groups. Loops, callbacks and data
+    position are those of the checkpoint's rank; Lightning itself saves those of rank 0.
 
     Raises:
         NoCheckpointError: the checkpoint was not written under Lightning.
-        DamagedError, CoverageError: it cannot be read whole.
+        DamagedError: a tensor is damaged.
     """
-    return lightning_dict(of_lightning(reader, manifest, rank))
-
-
-def lightning_dict(checkpoint: WholeCheckpoint) -> dict[str, Any]:
-    """The same of a checkpoint that ``of_lightning`` has opened."""
+    _require_lightning(checkpoint)
     manifest = checkpoint.manifest
     result = unmark({"state_dict": MODEL_MARK, **checkpoint.state["checkpoint"]}, checkpoint.state_dict())
     result["callbacks"] = {name: _with_tokens(state, manifest) for name, state in result.get("callbacks", {}).items()}
@@ -202,26 +196,41 @@ _OF_TRAINER = ("loops", "callbacks", "lr_schedulers")
 
 
 def module_checkpoint(reader: StoreReader, manifest: Manifest) -> dict[str, Any]:
-    """Returns what a module or datamodule needs of ``lightning_checkpoint``: weights, hyper-parameters, its own keys.
+    """Returns what a module or datamodule needs of ``lightning_dict``: weights, hyper-parameters, its own keys.
 
     Raises:
         NoCheckpointError: The checkpoint was not written under Lightning.
         DamagedError: It cannot be read whole; or ``CoverageError``.
     """
-    checkpoint = of_lightning(reader, manifest, 0)
+    checkpoint = of_lightning(reader, manifest)
     stored = {key: value for key, value in checkpoint.state["checkpoint"].items() if key not in _OF_TRAINER}
     return unmark({"state_dict": MODEL_MARK, **stored}, checkpoint.state_dict())
 
 
-def of_lightning(reader: StoreReader, manifest: Manifest, rank: int) -> WholeCheckpoint:
-    """Opens a checkpoint that was written under Lightning; reads no tensor. Raises as ``lightning_checkpoint``."""
+def of_lightning(reader: StoreReader, manifest: Manifest, rank: int = 0) -> WholeCheckpoint:
+    """Opens a checkpoint that was written under Lightning; reads no tensor.
+
+    Args:
+        reader: Of the store.
+        manifest: The checkpoint.
+        rank: Whose loops, callbacks and data position are taken.
+
+    Raises:
+        NoCheckpointError: It was not written under Lightning.
+        DamagedError, CoverageError: It cannot be read whole.
+    """
     checkpoint = whole(reader, manifest, rank)
-    if checkpoint.state.get("framework") != "lightning":
-        raise NoCheckpointError(
-            f"checkpoint {manifest.directory} was written under {checkpoint.state.get('framework')!r}, not under "
-            "Lightning: it has no Lightning loops to continue. Export it to safetensors or dcp instead."
-        )
+    _require_lightning(checkpoint)
     return checkpoint
+
+
+def _require_lightning(checkpoint: WholeCheckpoint) -> None:
+    framework = checkpoint.state.get("framework")
+    if framework != "lightning":
+        raise NoCheckpointError(
+            f"checkpoint {checkpoint.manifest.directory} was written under {framework!r}, not under Lightning: it has "
+            "no Lightning loops to continue. Export it to safetensors or dcp instead."
+        )
 
 
 def unmark(stored: Mapping[str, Any], state_dict: Mapping[str, Any]) -> dict[str, Any]:

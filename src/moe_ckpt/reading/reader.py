@@ -39,13 +39,14 @@ from moe_ckpt.format.manifest import (
     step_of,
 )
 from moe_ckpt.format.run_records import Identity
-from moe_ckpt.format.schema import require, shown
+from moe_ckpt.format.schema import require
 from moe_ckpt.format.sealed import digest, unseal
 from moe_ckpt.format.shard import TORCH_DTYPES, ShardHeader
 from moe_ckpt.format.tree import decode_tree
+from moe_ckpt.memory.left_slots import READERS
 from moe_ckpt.reading import index as indexing
 from moe_ckpt.reading.index import StoredSlice, TensorIndex
-from moe_ckpt.reading.slices import Use, block, find_damage, read_slices, reported, use_slices
+from moe_ckpt.reading.slices import Use, block, find_damage, read_run, reported, runs_of
 from moe_ckpt.reading.step_storage import PATIENCE_SECS, StepStorage, listed_again
 from moe_ckpt.run.documents import each_step, read_commit, read_header, read_part, read_parts, read_sealed
 from moe_ckpt.storage import Storage, open_storage
@@ -53,7 +54,7 @@ from moe_ckpt.storage.base import Chunk, ReadableStorage
 from moe_ckpt.threads import ThreadName, ahead
 
 STATE_KIND = "moe_ckpt.state"
-_READERS = 4
+_HEADER_READERS = 4
 _log = logging.getLogger("moe_ckpt")
 
 T = TypeVar("T")
@@ -181,7 +182,7 @@ class StoreReader:
     def headers(self, manifest: Manifest) -> dict[str, ShardHeader]:
         """Returns the header of every shard that the manifest names, by path."""
         todo = [record for record in manifest.files if record not in self._headers]
-        for record, header in zip(todo, ahead(ThreadName.HEADERS, _READERS, self.header, todo), strict=True):
+        for record, header in zip(todo, ahead(ThreadName.HEADERS, _HEADER_READERS, self.header, todo), strict=True):
             self._headers[record] = header
         headers = {record.path: self._headers[record] for record in manifest.files}
         for record in manifest.files:
@@ -211,12 +212,33 @@ class StoreReader:
     def read_many(
         self, slices: Iterable[StoredSlice], *, locked: bool = False
     ) -> Iterator[tuple[StoredSlice, torch.Tensor]]:
-        """Yields many slices with their values, in file order, as ``read_slices``."""
-        return read_slices(self.storage, slices, self.verified, locked=locked)
+        """Yields each slice once, with its verified values, in file order. The next slices are read meanwhile.
+
+        The tensors share memory with neighbouring slices: copy what is to be kept.
+
+        Args:
+            slices: What to read.
+            locked: The values go to a GPU: they are in page-locked memory, except slices larger than ``RUN_NBYTES``.
+
+        Raises:
+            DamagedError: At the first slice whose bytes are missing or differ from what was written.
+        """
+        read = functools.partial(read_run, self.storage, verified=self.verified, locked=locked)
+        for pairs in ahead(ThreadName.READ, READERS, read, runs_of(slices)):
+            yield from pairs
 
     def use_many(self, slices: Iterable[StoredSlice], use: Use) -> None:
-        """Calls ``use`` with many slices and their values, as ``use_slices``."""
-        use_slices(self.storage, slices, self.verified, use)
+        """Calls ``use`` with each slice and its verified values, on the threads that read them, in any order.
+
+        When it raises, slices behind the damaged one may have been used.
+        """
+
+        def read_and_use(run: list[StoredSlice]) -> None:
+            for stored, values in read_run(self.storage, run, self.verified):
+                use(stored, values)
+
+        for _ in ahead(ThreadName.READ, READERS, read_and_use, runs_of(slices)):
+            pass
 
     def tensor(self, manifest: Manifest, key: str) -> torch.Tensor:
         """Returns a whole tensor, assembled from its slices. Prove the checkpoint first."""
@@ -290,40 +312,15 @@ def check_checkpoint(reader: StoreReader, manifest: Manifest, *, slices: bool = 
         reader.verify(reader.index(manifest).live)
 
 
-def usable(
-    reader: StoreReader, problems: list[str], check: Callable[[Manifest], object] = lambda manifest: None
-) -> Iterator[Manifest]:
-    """Yields the checkpoints whose manifest is undamaged, and whose values are finite, newest first.
-
-    Args:
-        reader: Of the store.
-        problems: Gets a text for each checkpoint that is skipped; the log gets a warning.
-        check: Raises ``DamagedError`` or ``CoverageError`` for a checkpoint that is to be skipped.
-
-    Raises:
-        StepRemovedError: One was removed while it was read. The store may have newer ones now.
-    """
-    for directory in reader.directories():
-        try:
-            manifest = reader.manifest(directory)
-            if manifest.not_finite:
-                raise NotFiniteError(directory, manifest.not_finite)
-            check(manifest)
-        except (DamagedError, CoverageError, NotFiniteError) as error:
-            _log.warning("checkpoint %s is skipped: %s", directory, error)
-            problems.append(f"{directory} ({error})")
-        else:
-            yield manifest
-
-
 def choose(
     reader: StoreReader, check: Callable[[Manifest], object], *, most: int = 1, dense: bool = False
 ) -> tuple[list[Manifest], list[Manifest]]:
     """Returns the newest usable checkpoints, and the sparse windows that are newer still, each newest first.
 
     Args:
-        reader: Of the store. Only manifests are read; damaged ones are skipped with a warning.
-        check: As of ``usable``.
+        reader: Of the store. Only manifests are read; those that are damaged, or of values that are not finite, are
+            skipped with a warning.
+        check: Raises ``DamagedError`` or ``CoverageError`` for a checkpoint that is to be skipped.
         most: How many.
         dense: Sparse windows are no such checkpoints.
 
@@ -337,8 +334,19 @@ def choose(
     def listed() -> tuple[list[Manifest], list[Manifest]]:
         problems.clear()
         chosen, windows = list[Manifest](), list[Manifest]()
-        for manifest in usable(reader, problems, lambda one: (dense and one.window) or check(one)):
-            if not (dense and manifest.window):
+        for directory in reader.directories():
+            try:
+                manifest = reader.manifest(directory)
+                if manifest.not_finite:
+                    raise NotFiniteError(directory, manifest.not_finite)
+                is_other = dense and bool(manifest.window)
+                if not is_other:
+                    check(manifest)
+            except (DamagedError, CoverageError, NotFiniteError) as error:
+                _log.warning("checkpoint %s is skipped: %s", directory, error)
+                problems.append(f"{directory} ({error})")
+                continue
+            if not is_other:
                 chosen.append(manifest)
             elif not chosen:
                 windows.append(manifest)

@@ -179,7 +179,7 @@ def write_slice(
         stored: The slice.
         values: Its values.
         targets: The live tensors, each with the block that it takes.
-        locked: ``values`` were read by ``read_slices(locked=True)``.
+        locked: ``values`` were read by ``read_many(locked=True)``.
     """
     locked = locked and stored.nbytes <= RUN_NBYTES
     for tensor, common in targets:

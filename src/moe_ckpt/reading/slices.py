@@ -1,5 +1,4 @@
-"""Reads and verifies slices on several threads. Neighbouring slices of a file, such as a stack of experts, are read in
-one call."""
+"""Reads and verifies slices. Neighbouring slices of a file, such as a stack of experts, are read in one call."""
 
 from __future__ import annotations
 
@@ -28,56 +27,25 @@ It is large enough for a storage that answers slowly, and so small that the allo
 again, which the kernel need not clear: reads of 64 MiB take four times as long."""
 
 
-def read_slices(
-    storage: ReadableStorage,
-    slices: Iterable[StoredSlice],
-    verified: Collection[StoredSlice] = frozenset(),
-    *,
-    locked: bool = False,
-) -> Iterator[tuple[StoredSlice, torch.Tensor]]:
-    """Yields each slice once, with its verified values, in file order. The next slices are read meanwhile.
-
-    The tensors share memory with neighbouring slices: copy what is to be kept.
-
-    Args:
-        storage: Of the store.
-        slices: What to read.
-        verified: Slices that need not be compared with their checksums again.
-        locked: The values go to a GPU: they are in page-locked memory, except slices larger than ``RUN_NBYTES``.
-
-    Raises:
-        DamagedError: At the first slice whose bytes are missing or differ from what was written.
-        StepRemovedError: The step was removed meanwhile, if ``storage`` can tell.
-    """
-    read = partial(_read_run, storage, verified=verified, locked=locked)
-    for pairs in ahead(ThreadName.READ, READERS, read, _runs(slices)):
-        yield from pairs
-
-
-def use_slices(
-    storage: ReadableStorage, slices: Iterable[StoredSlice], verified: Collection[StoredSlice], use: Use
-) -> None:
-    """Calls ``use`` with each slice and its verified values, on the threads that read them, in any order.
-
-    Arguments and errors as of ``read_slices``; when it raises, slices behind the damaged one may have been used.
-    """
-
-    def read_and_use(run: list[StoredSlice]) -> None:
-        for stored, values in _read_run(storage, run, verified):
-            use(stored, values)
-
-    for _ in ahead(ThreadName.READ, READERS, read_and_use, _runs(slices)):
-        pass
-
-
 _Raw = bytearray | memoryview | torch.Tensor
 """Bytes of a run; a tensor (uint8) where they were copied for a GPU, which torch must know to lend its memory again."""
 
 
-def _read_run(
+def read_run(
     storage: ReadableStorage, run: list[StoredSlice], verified: Collection[StoredSlice] = (), *, locked: bool = False
 ) -> list[tuple[StoredSlice, torch.Tensor]]:
-    """Returns each slice of a run with its verified values. On any thread; arguments as of ``read_slices``."""
+    """Returns each slice of a run with its verified values, which share memory. On any thread.
+
+    Args:
+        storage: Of the store.
+        run: Of ``runs_of``.
+        verified: Slices that need not be compared with their checksums again.
+        locked: The values go to a GPU: they are in page-locked memory, except slices larger than ``RUN_NBYTES``.
+
+    Raises:
+        DamagedError: A slice's bytes are missing or differ from what was written.
+        StepRemovedError: The step was removed meanwhile, if ``storage`` can tell.
+    """
     first = run[0]
     raw = _read(storage, first, first.offset, sum(stored.nbytes for stored in run))
     for stored in run:
@@ -103,13 +71,13 @@ def find_damage(
         StoreForbiddenError: This user may not read a file.
         StepRemovedError: The step was removed meanwhile, if ``storage`` can tell.
     """
-    for run, errors in ahead(ThreadName.READ, READERS, partial(_check_run, storage), _runs(slices)):
+    for run, errors in ahead(ThreadName.READ, READERS, partial(_check_run, storage), runs_of(slices)):
         yield from zip(run, errors, strict=True)
 
 
 def _check_run(storage: ReadableStorage, run: list[StoredSlice]) -> tuple[list[StoredSlice], list[BadSlice | None]]:
     """Returns a run, and the error of each of its slices. On any thread."""
-    if len(run) > 1 and _error_of(partial(_read_run, storage, run)) is None:
+    if len(run) > 1 and _error_of(partial(read_run, storage, run)) is None:
         return run, [None] * len(run)
     return run, [_error_of(partial(_check, storage, stored)) for stored in run]  # which is damaged, and why
 
@@ -184,7 +152,7 @@ def in_order(slices: Iterable[StoredSlice]) -> list[StoredSlice]:
     return sorted(set(slices), key=lambda stored: (stored.path, stored.offset, stored.nbytes))
 
 
-def _runs(slices: Iterable[StoredSlice]) -> Iterator[list[StoredSlice]]:
+def runs_of(slices: Iterable[StoredSlice]) -> Iterator[list[StoredSlice]]:
     """Yields slices that follow each other in one file, in file order, as lists of ``RUN_NBYTES`` or one slice."""
     run: list[StoredSlice] = []
     nbytes = 0

@@ -78,12 +78,11 @@ class LogReturn:
         log_here = together(comm, lambda: StoredLog(opened, state, comm.rank))
         if any(largest(comm, [not log_here.fits(self._optimizers())])):
             return self._by_dense()
-        plan = planned(opened.reader, manifest, opened.slots, opened.beneath)
+        plan = planned(opened.reader, manifest, opened)
         plan = replace(plan, updates=(log_here.steps[0], manifest.step))
         log.info("rank %d received %s of what memory elsewhere holds", comm.rank, human_bytes(received))
-        if comm.rank == 0:
-            say_plan(plan)
-        planned_at = time.time()
+        say_plan(comm, plan)
+        restored = restored.out_of(opened, plan)
         together(comm, lambda: source.verify(state))
         together(comm, log_here.verify)
         together(comm, lambda: log_here.check(self._optimizers()))
@@ -93,7 +92,6 @@ class LogReturn:
         self._finish()
         records = dict(manifest.operators)
         records |= {op: replace(records[op], step=manifest.step) for op in opened.chained}
-        restored = restored.out_of(opened, plan, planned_at)
         return replace(restored, manifest=replace(manifest, operators=records))
 
     def _source(self) -> tuple[Restored, StorageSource] | None:

@@ -23,7 +23,7 @@ from moe_ckpt.notices import announce
 from moe_ckpt.ports import Communicator, StateTensor, TrainingState
 from moe_ckpt.reading.index import StoredSlice, split_key
 from moe_ckpt.reading.memory.memory_shares import LeftBehind
-from moe_ckpt.reading.memory.slot_storage import OpenedMemory, SlotStorage, Span
+from moe_ckpt.reading.memory.slot_storage import OpenedMemory, Span
 from moe_ckpt.reading.reader import StoreReader
 from moe_ckpt.reading.restore import (
     MODEL,
@@ -100,21 +100,15 @@ class Restored:
     joined: Restored | None = None
     planned_unix_secs: float | None = None
 
-    def out_of(self, opened: OpenedMemory, plan: RecoveryPlan, planned_unix_secs: float) -> Restored:
-        """Returns the same as restored from memory.
-
-        Args:
-            opened: What memory gave.
-            plan: See the attribute.
-            planned_unix_secs: See the attribute.
-        """
+    def out_of(self, opened: OpenedMemory, plan: RecoveryPlan) -> Restored:
+        """Returns the same as restored from memory, by a plan that was made just now."""
         return replace(
             self,
             tokens_from_host=opened.tokens_from_memory(opened.manifest.operators),
             from_memory=True,
             beneath=opened.beneath,
             plan=plan,
-            planned_unix_secs=planned_unix_secs,
+            planned_unix_secs=time.time(),
         )
 
     @property
@@ -258,9 +252,7 @@ def divided(
     return divide(comm, slices, needed, agrees=agrees)
 
 
-def planned(
-    reader: StoreReader, manifest: Manifest, slots: SlotStorage | None = None, beneath: Manifest | None = None
-) -> RecoveryPlan:
+def planned(reader: StoreReader, manifest: Manifest, opened: OpenedMemory | None = None) -> RecoveryPlan:
     """Returns which operators of a checkpoint come from memory of this node, of other nodes, and from storage.
 
     An operator counts for the farthest place that something of it comes from.
@@ -268,14 +260,10 @@ def planned(
     Args:
         reader: Of the checkpoint.
         manifest: The checkpoint, which was proved to be whole.
-        slots: What of it is in memory; None if all is on storage.
-        beneath: The checkpoint on storage that those slots are laid over, if any.
+        opened: What of it is in memory; None if all is on storage.
     """
-    names: list[tuple[Tier, str]] = []
-    if slots is None:
-        beneath = manifest
-    else:
-        names += zip((Tier.HOST, Tier.PEER), slots.places, strict=False)
+    slots, beneath = (None, manifest) if opened is None else (opened.slots, opened.beneath)
+    names = [] if slots is None else list(zip((Tier.HOST, Tier.PEER), slots.places, strict=False))
     storage = len(names)
     places = {op: at for at, op in enumerate(manifest.operators)}
     far = np.zeros(len(places), dtype=np.int64)
@@ -302,14 +290,6 @@ def planned(
     return plan_recovery(manifest.directory, manifest.step, tuple(manifest.operators), inventories, first=first)
 
 
-class _Planned(NamedTuple):
-    """A checkpoint in memory that may be loaded: what is restored then, where it is read, what comes from where."""
-
-    restored: Restored
-    source: StorageSource
-    plan: RecoveryPlan
-
-
 class AlongLog(Protocol):
     """The return of a rank to a step of a gradient log in memory (the guest ``gradient_log``)."""
 
@@ -327,9 +307,21 @@ class AlongLog(Protocol):
 OpenLog = Callable[["Recovery", OpenedMemory], AlongLog]
 
 
-_Proven = tuple[OpenedMemory, tuple[Span, ...], AlongLog | None, _Planned | None]
-"""(a checkpoint in memory that has every element once; what this rank reads of it; how it is returned to, if it is a
-step of a gradient log; what may be loaded at once, None if bytes have to come first, or updates are made once more)."""
+class _Proven(NamedTuple):
+    """A checkpoint in memory that has every element once.
+
+    Attributes:
+        opened: The checkpoint.
+        spans: What this rank reads of it.
+        along: How it is returned to, if it is a step of a gradient log.
+        ready: What was opened and verified already: what is restored then, and from where. None if bytes have to come
+            first, or updates are made once more.
+    """
+
+    opened: OpenedMemory
+    spans: tuple[Span, ...]
+    along: AlongLog | None
+    ready: tuple[Restored, StorageSource] | None
 
 
 @dataclass(frozen=True)
@@ -380,8 +372,7 @@ class Recovery:
         comm, state = self.comm, self.state
         restored, storage = together(comm, lambda: opening(self, self.reader, self.reader.manifest(directory)))
         plan = planned(self.reader, restored.manifest)
-        if comm.rank == 0:
-            say_plan(plan)
+        say_plan(comm, plan)
         restored = replace(restored, plan=plan, planned_unix_secs=time.time())
         storage.load(comm, state)
         return restored
@@ -392,35 +383,30 @@ class Recovery:
         A return from a rank's own memory spends most of its time in waits for other ranks, so there are few.
         """
         comm, state, make = self.comm, self.state, opener()
-        (opened, spans, along, here), asked = together_and_most(comm, lambda: self._proven(make()))
+        (opened, spans, along, ready), asked = together_and_most(comm, lambda: self._proven(make()))
         received = opened.slots.fetch(spans) if asked else 0
         if along is not None:
             return along.go(received)
         log.info("rank %d received %s of what memory elsewhere holds", comm.rank, human_bytes(received))
-        ready = here
-        if asked == _OF_STORAGE:
-            to_verify = ready = together(comm, lambda: here or self._planned(opened))
-            to_verify.source.share(comm, state, lambda path: path not in opened.slots.files)
-            together(comm, lambda: None if here else to_verify.source.verify(state))
-        elif asked or ready is None:
-            ready = together(comm, lambda: here or self._verified(opened))
-        restored, source, plan = ready
-        if comm.rank == 0:
-            say_plan(plan)
-        planned_at = time.time()
+        divides = asked == _OF_STORAGE
+        if asked or ready is None:
+            restored, source = together(comm, lambda: ready or self._opened(opened, verifies=not divides))
+        else:
+            restored, source = ready
+        if divides:
+            source.share(comm, state, lambda path: path not in opened.slots.files)
+            together(comm, lambda: None if ready else source.verify(state))
+        say_plan(comm, restored.plan)
         together(comm, lambda: source.prepare_and_write(state))
-        return restored.out_of(opened, plan, planned_at)
+        return restored
 
-    def _planned(self, opened: OpenedMemory) -> _Planned:
-        """Opens a checkpoint. Changes nothing, and reads no slice."""
+    def _opened(self, opened: OpenedMemory, *, verifies: bool) -> tuple[Restored, StorageSource]:
+        """Opens a checkpoint, plans, and verifies what this rank reads of it, if ``verifies``. Changes nothing."""
         restored, source = opening(self, opened.reader, opened.manifest)
-        return _Planned(restored, source, planned(opened.reader, opened.manifest, opened.slots, opened.beneath))
-
-    def _verified(self, opened: OpenedMemory) -> _Planned:
-        """Opens a checkpoint, and verifies what this rank reads of it. Changes nothing."""
-        ready = self._planned(opened)
-        ready.source.verify(self.state)
-        return ready
+        restored = restored.out_of(opened, planned(opened.reader, opened.manifest, opened))
+        if verifies:
+            source.verify(self.state)
+        return restored, source
 
     def _proven(self, opened: OpenedMemory) -> tuple[_Proven, int]:
         """Proves that a checkpoint is whole, and verifies it at once if this rank needs bytes of its own memory only.
@@ -438,7 +424,8 @@ class Recovery:
         asks = _OF_OTHERS if opened.slots.needs_others(spans) else 0
         if self.comm.world_size > 1 and opened.slots.needs_storage(spans):
             asks = _OF_STORAGE
-        return (opened, spans, along, None if asks or along is not None else self._verified(opened)), asks
+        ready = None if asks or along is not None else self._opened(opened, verifies=True)
+        return _Proven(opened, spans, along, ready), asks
 
     def spans(
         self, opened: OpenedMemory, slots: Sequence[Manifest] = (), *, besides: Iterable[StoredSlice] = ()
@@ -499,13 +486,11 @@ def rank_of_state(manifest: Manifest, rank: int) -> int:
     return rank % manifest.world_size
 
 
-def say_plan(plan: RecoveryPlan) -> None:
-    """Announces what comes from where; logs a plan with one source and one step, for "resumed at ..." says as much.
-
-    Args:
-        plan: Of all ranks.
-    """
-    (announce if len(list(plan.rows())) > 1 or plan.updates is not None else log.info)("%s", plan_text(plan))
+def say_plan(comm: Communicator, plan: RecoveryPlan | None) -> None:
+    """Announces, on rank 0, what comes from where; logs a plan with one source and one step, for "resumed at ..." says
+    as much."""
+    if comm.rank == 0 and plan is not None:
+        (announce if len(list(plan.rows())) > 1 or plan.updates is not None else log.info)("%s", plan_text(plan))
 
 
 def plan_text(plan: RecoveryPlan) -> str:

@@ -1,4 +1,6 @@
-"""Megatron's tensors under the names that Qwen3-MoE and Mixtral have on the Hugging Face hub.
+"""Megatron's tensors under the names of the Hugging Face hub.
+
+The names of Qwen3-MoE and Mixtral are listed here. Those of other families Megatron-Bridge knows, if it is installed.
 
 Checkpoints of Megatron have whole tensors, whatever the parallel layout was. On the hub queries, keys and values are
 apart, and so are the halves of a gated unit; vocabularies are not padded. A model's ``config.json`` says how they are
@@ -9,12 +11,16 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from math import prod
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from moe_ckpt.errors import ConfigError, CoverageError, UnsupportedError
 
@@ -57,6 +63,10 @@ class _Blocks:
     expert: str
     matrices: tuple[str, str, str]
 
+
+_ALIKE = ("AutoMapping", "DirectMapping", "ReplicatedMapping", "ColumnParallelMapping", "RowParallelMapping")
+"""Bridge's mappings of a tensor that is the same on the hub."""
+_PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 FAMILIES = {
     "qwen3_moe": _Blocks("mlp.gate", "mlp.experts.{}", ("gate_proj", "up_proj", "down_proj")),
@@ -148,6 +158,11 @@ class HubModel(ABC):
         which = (slice(0, queries), slice(queries, queries + 1), slice(queries + 1, queries + 2))[kind]
         return groups[:, which].reshape(-1, *whole.shape[1:])
 
+    def _queries_keys_values(self, shape: Shape) -> Iterator[tuple[str, Shape, Part]]:
+        """Yields what a projection to all heads is divided into: "q", "k" and "v", each with its shape."""
+        for at, (letter, heads) in enumerate((("q", self._heads), ("k", self._groups), ("v", self._groups))):
+            yield letter, (heads * self._head, *shape[1:]), partial(self._attention, at)
+
 
 class ListedModel(HubModel):
     """A model of a family whose names are listed here.
@@ -214,17 +229,16 @@ class ListedModel(HubModel):
         elif name == "mlp.router.weight":
             yield f"{blocks.gate}.weight", shape, None
         elif name == "self_attention.linear_qkv.weight":
-            for at, (letter, heads) in enumerate((("q", self._heads), ("k", self._groups), ("v", self._groups))):
-                yield f"self_attn.{letter}_proj.weight", (heads * self._head, *shape[1:]), partial(self._attention, at)
+            for letter, part_shape, part in self._queries_keys_values(shape):
+                yield f"self_attn.{letter}_proj.weight", part_shape, part
         elif matrix := re.fullmatch(r"mlp\.(?:experts\.(\d+)\.)?linear_fc([12])\.weight", name):
             of_expert = (blocks.expert.format(matrix[1]), blocks.matrices)
             prefix, (gate, up, down) = of_expert if matrix[1] else ("mlp", ("gate_proj", "up_proj", "down_proj"))
             if matrix[2] == "2":
                 yield f"{prefix}.{down}.weight", shape, None
                 return
-            half = shape[0] // 2
-            yield f"{prefix}.{gate}.weight", (half, *shape[1:]), partial(rows, 0, half)
-            yield f"{prefix}.{up}.weight", (half, *shape[1:]), partial(rows, half, 2 * half)
+            for which, (part_shape, part) in zip((gate, up), _halves(shape), strict=True):
+                yield f"{prefix}.{which}.weight", part_shape, part
 
     def _expected(self) -> Iterator[tuple[str, Shape]]:
         """Yields every tensor of the model on the hub, with its shape."""
@@ -237,8 +251,8 @@ class ListedModel(HubModel):
             at = f"model.layers.{layer}"
             for norm in ("input_layernorm", "post_attention_layernorm"):
                 yield f"{at}.{norm}.weight", (hidden,)
-            for letter, heads in (("q", self._heads), ("k", self._groups), ("v", self._groups)):
-                yield f"{at}.self_attn.{letter}_proj.weight", (heads * head, hidden)
+            for letter, shape, _ in self._queries_keys_values((hidden, hidden)):
+                yield f"{at}.self_attn.{letter}_proj.weight", shape
             yield f"{at}.self_attn.o_proj.weight", (hidden, self._heads * head)
             if self._kind == "qwen3_moe":
                 for letter in "qk":
@@ -272,9 +286,109 @@ _OF_LAYERS = {
 """Names in a layer that differ, and nothing else."""
 
 
+class BridgeModel(HubModel):
+    """A model by what Megatron-Bridge knows of its family.
+
+    Args:
+        config: Content of ``config.json``.
+        path: Of its directory.
+
+    Raises:
+        UnsupportedError: Megatron-Bridge is not installed, or does not know the family.
+    """
+
+    def __init__(self, config: Mapping[str, Any], path: Path) -> None:
+        try:
+            from megatron.bridge import AutoBridge
+        except ImportError as error:
+            raise UnsupportedError(
+                f"--to hf writes Megatron checkpoints as {' and '.join(FAMILIES)}, and this config is of a model_type "
+                f"{config.get('model_type')!r}. Of other families Megatron-Bridge has the names, which cannot be "
+                f"imported here (pip install megatron-bridge): {error}. {BRIDGE}"
+            ) from error
+        try:
+            bridge: Any = AutoBridge.from_hf_pretrained(str(path))
+            self._settings = bridge.to_megatron_provider(load_weights=False)
+        except ValueError as error:
+            raise UnsupportedError(f"Megatron-Bridge does not know the model of {path}: {error}") from error
+        self._names, self._path = bridge._model_bridge.mapping_registry(), path
+        heads, groups = self._settings.num_attention_heads, self._settings.num_query_groups
+        super().__init__(config, heads, groups or heads, self._settings.kv_channels or 0)
+
+    def _architecture(self) -> Mapping[str, Any]:
+        settings = {name: getattr(value, "__name__", value) for name, value in vars(self._settings).items()}
+        unused = {name for name, value in settings.items() if value is None}
+        if settings.get("multi_latent_attention"):
+            unused |= {"kv_channels", "num_query_groups", "position_embedding_type"}
+        if settings.get("moe_router_score_function") != "softmax":
+            unused.add("moe_router_pre_softmax")
+        return {name: value for name, value in settings.items() if name not in unused}
+
+    def _parts(self, name: str, shape: Shape) -> Iterator[tuple[str, HubTensor]]:
+        expert = re.sub(r"\.experts\.(\d+)\.", r".experts.local_experts.\1.", name)
+        grouped = re.sub(r"\.experts\.(\d+)\.(.+)", r".experts.\2\1", name)
+        mapping = self._names.megatron_to_hf_lookup(expert) or self._names.megatron_to_hf_lookup(grouped)
+        if mapping is None:
+            return
+        kind, names = type(mapping).__name__, mapping.hf_param
+        if kind in _ALIKE and isinstance(names, str) and getattr(mapping, "permute_dims", None) is None:
+            is_padded = name in _PADDED and shape[0] >= self._vocabulary
+            result = (self._vocabulary, *shape[1:]) if is_padded else shape
+            yield names, HubTensor(name, result, partial(rows, 0, self._vocabulary) if is_padded else None)
+        elif kind == "GatedMLPMapping":
+            for which, (part_shape, part) in zip(("gate", "up"), _halves(shape), strict=True):
+                yield names[which], HubTensor(name, part_shape, part)
+        elif kind == "QKVMapping":
+            for letter, part_shape, part in self._queries_keys_values(shape):
+                yield names[letter], HubTensor(name, part_shape, part)
+
+    def _problems(self, made: Mapping[str, HubTensor]) -> list[str]:
+        """Compares sizes alone: transformers has experts under other names than the hub, stacked."""
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        models: Any = AutoModelForCausalLM
+        with torch.device("meta"):
+            model: nn.Module = models.from_config(AutoConfig.from_pretrained(self._path))
+        names = {name for name, _ in model.named_parameters()}
+        tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - names
+        needed: Counter[int] = Counter()
+        for name, tensor in model.state_dict().items():
+            needed[_layer(name)] += 0 if name in tied else tensor.numel()
+        saved: Counter[int] = Counter()
+        for name, made_of in made.items():
+            saved[_layer(name)] += prod(made_of.shape)
+        return [
+            f"{needed[layer]:,} numbers {'outside of layers' if layer < 0 else f'in layer {layer}'}, and the run has "
+            f"{saved[layer]:,}"
+            for layer in range(-1, self._number("num_hidden_layers"))  # further ones predict more tokens
+            if needed[layer] != saved[layer]
+        ]
+
+
+def _layer(name: str) -> int:
+    match = re.search(r"\.layers\.(\d+)\.", name)
+    return int(match[1]) if match else -1
+
+
+def hub_model(config: Mapping[str, Any], path: Path) -> HubModel:
+    """Returns the model of a ``config.json`` in the directory ``path``.
+
+    Raises:
+        UnsupportedError: Nobody here knows its names.
+        ConfigError: It lacks an entry.
+    """
+    return ListedModel(config) if config.get("model_type") in FAMILIES else BridgeModel(config, path)
+
+
 def rows(begin: int, end: int, whole: torch.Tensor) -> torch.Tensor:
     """Returns some rows of a tensor."""
     return whole[begin:end]
+
+
+def _halves(shape: Shape) -> tuple[tuple[Shape, Part], tuple[Shape, Part]]:
+    """Returns the shape of each half of a gated unit, with what takes it."""
+    half = shape[0] // 2
+    return ((half, *shape[1:]), partial(rows, 0, half)), ((half, *shape[1:]), partial(rows, half, 2 * half))
 
 
 def number_in(config: Mapping[str, Any], name: str) -> int:

@@ -19,7 +19,7 @@ import torch
 
 from moe_ckpt.errors import ConfigError, DamagedError, NoCheckpointError
 from moe_ckpt.format.shard import MAX_HEADER_BYTES, TORCH_DTYPES, dtype_name
-from moe_ckpt.interop.bridge_names import hub_model
+from moe_ckpt.interop.hub_names import hub_model
 from moe_ckpt.interop.whole import WholeCheckpoint
 from moe_ckpt.ledger.coverage import Box
 from moe_ckpt.storage.base import Storage

@@ -69,15 +69,14 @@ def test_a_second_process_is_refused_and_told_who_holds_it(tmp_path, holder):
     with pytest.raises(StoreInUseError, match=rf"job-17, process {holder.pid} on .*own dirpath") as raised:
         lock.acquire()
     assert raised.value.path == str(tmp_path)
-    assert not lock.held
 
 
 def test_kill_minus_nine_frees_the_store(tmp_path, holder):
     os.kill(holder.pid, signal.SIGKILL)
     holder.wait()
     with StoreLock(LocalStorage(tmp_path), "job-18") as lock:
-        assert lock.held
         lock.confirm()
+        assert "job-18, process" in try_from_another_process(tmp_path)
 
 
 def test_a_second_holder_in_the_same_process_is_refused_and_does_no_harm(tmp_path):
@@ -481,9 +480,8 @@ def test_the_nth_storage_call_fails_for_every_n(url):
         try:
             lock.acquire()
         except StoreUnwritableError:
-            assert not lock.held
             lock.acquire()
-        assert lock.held
+        assert any(name.startswith("lock_") for name in open_storage(f"{url}/{n}").list())
         leave_behind(lock)
         if not storage.failures:
             break

@@ -89,10 +89,6 @@ class StoreLock:
         """From ``acquire`` to ``release``, also while another run holds what ``retake`` could not get back."""
 
     @property
-    def held(self) -> bool:
-        return self._file.held or self._taken is self._lease
-
-    @property
     def is_lost(self) -> bool:
         """True if another run was seen to have the store, or to have had it. Only own files may be touched then."""
         return bool(self._lost_to)
@@ -108,7 +104,11 @@ class StoreLock:
             self._register()
             self._lost_to, self._released = "", threading.Event()
             try:
-                self._taken = self._take()
+                if "://" not in self._root and self._file.acquire():
+                    self._taken = self._file
+                else:
+                    self._lease.acquire()
+                    self._taken = self._lease
             except StoreUnwritableError:
                 raise
             except OSError as error:
@@ -141,7 +141,7 @@ class StoreLock:
             if self._taken is not None and not self._taken.keep():
                 path = os.path.join(self._root, LOCK_NAME)
                 log.warning("the lock file %s was deleted or replaced during training; it is made again", path)
-                self._retake()
+                self._taken.retake()
 
     def retake(self) -> None:
         """Takes the lock again after the store, and perhaps the lock with it, was emptied or replaced.
@@ -153,7 +153,8 @@ class StoreLock:
         with self._guard:
             self._lost_to = ""
             with self._noticing_loss():
-                self._retake()
+                if self._taken is not None:
+                    self._taken.retake()
 
     def release(self) -> None:
         """Releases the store. Does nothing if the lock is not held."""
@@ -213,20 +214,6 @@ class StoreLock:
             except OSError as error:
                 log.warning("the lock of the store could not be renewed, retrying: %s", error)
 
-    def _take(self) -> _FileLock | _Lease:
-        if "://" not in self._root and self._file.acquire():
-            return self._file
-        self._lease.acquire()
-        return self._lease
-
-    def _retake(self) -> None:
-        if self._taken is self._lease:
-            self._lease.retake()
-        elif self._taken is self._file:
-            # First: closing it afterwards would drop the new lock, were it the same file all the time.
-            self._file.drop()
-            self._taken = self._take()
-
 
 class _FileLock:
     """The kernel's lock on ``<root>/.lock``, whose content names the holder."""
@@ -238,10 +225,6 @@ class _FileLock:
         self._owner = owner
         self._text = b""
         self._descriptor: int | None = None
-
-    @property
-    def held(self) -> bool:
-        return self._descriptor is not None
 
     def acquire(self) -> bool:
         """False where the file system has no locks."""
@@ -280,6 +263,12 @@ class _FileLock:
             holder = _text_of(text) or "which has not written its name"
             raise StoreInUseError(self._root, f"{holder}, which had the store meanwhile")
         return True
+
+    def retake(self) -> None:
+        """Locks the file that is there now, or makes one."""
+        self.drop()  # first: closing it afterwards would drop the new lock, were it the same file all the time
+        if not self.acquire():
+            raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK), self._path)
 
     def drop(self) -> None:
         """Unlocks the file, which stays: removing it would race with the next holder."""

@@ -29,9 +29,9 @@ CASES = {
 
 def train(rank, world_size, setup, steps=STEPS):
     built = megatron_gpt.build(setup, seed=1)
-    from moe_ckpt.gradient_log.megatron import capture_gradients, inner_optimizers
+    from moe_ckpt.gradient_log.megatron import capture_gradients
     from moe_ckpt.megatron.inventory import take_inventory
-    from moe_ckpt.megatron.optimizers import slots
+    from moe_ckpt.megatron.optimizers import inner_optimizers, slots
 
     inventory = take_inventory(built.chunks)
     names = sorted({part.name for live in inventory.parameters for part in live.parts})

@@ -41,11 +41,10 @@ def describe(built: Any) -> tuple[Any, Any, Any]:
     comm = make_communicator(60)
     inventory = take_inventory(built.chunks)
     parts = {part.name: (id(live.parameter), part) for live in inventory.parameters for part in live.parts}
-    state = MegatronTrainingState(inventory, built.optimizer)
-    world = state.exchange(comm)
+    state = MegatronTrainingState(inventory, built.optimizer, comm)
     tensors = {(t.key, t.offsets): (t.local.data_ptr(), t.local.stride(), t.duplicate) for t in state.tensors()}
     tensors_of_rank = {tensor.name: tensor for tensor in state.holding(0, 0).tensors}
-    return parts, (tensors_of_rank, world.catalog), tensors
+    return parts, (tensors_of_rank, state.world.catalog), tensors
 
 
 def compare(rank: int, world_size: int, setup: Setup) -> list[str]:

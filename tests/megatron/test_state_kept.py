@@ -43,9 +43,7 @@ def notices(rank: int, world_size: int, setup: Setup) -> dict[str, Any]:
     comm = make_communicator(60)
 
     def new() -> MegatronTrainingState:
-        state = MegatronTrainingState(take_inventory(built.chunks), built.optimizer)
-        state.exchange(comm)
-        return state
+        return MegatronTrainingState(take_inventory(built.chunks), built.optimizer, comm)
 
     state = new()
     found: dict[str, Any] = {}

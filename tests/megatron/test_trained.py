@@ -77,9 +77,8 @@ def test_what_rests_since_the_middle_of_a_run_rests_again(tmp_path: Path, policy
 
 
 def trained(**names: bool) -> Trained:
-    found = Trained([], ())
-    found.bind({name: HeldTensor(name, "F32", (1,), (None, name), of, None, ()) for name, of in names.items()})
-    return found
+    tensors = {name: HeldTensor(name, "F32", (1,), (None, name), of, None, ()) for name, of in names.items()}
+    return Trained([], (), tensors)
 
 
 def test_all_experts_of_a_layer_have_one_name():

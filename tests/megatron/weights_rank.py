@@ -70,9 +70,8 @@ def load_alone(rank: int, world_size: int, place: str, setup: Setup, source: str
 
     chunks = megatron_gpt.build(setup, seed=21).chunks
     megatron.load_weights(chunks, f"{place}/{source}")
-    state = MegatronTrainingState(take_inventory(chunks), None)
     comm = make_communicator(60.0)
-    state.exchange(comm)
+    state = MegatronTrainingState(take_inventory(chunks), None, comm)
     comm.close()
     return _weights(state)
 

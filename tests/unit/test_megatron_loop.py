@@ -11,13 +11,20 @@ from torch import nn
 from torch.nn.modules import module as nn_module
 
 from moe_ckpt.driver.messages import Messages
+from moe_ckpt.driver.states import Moment
 from moe_ckpt.errors import ConfigError, StoreError, UnencodableStateError
-from moe_ckpt.megatron.host import other_layout, restore_stateful
-from moe_ckpt.megatron.loop import FirstForward, Loop, Progress, StepWatch
+from moe_ckpt.megatron.checkpoint import on_first_forward
+from moe_ckpt.megatron.host import Loop, Progress, other_layout, restore_stateful
+from moe_ckpt.megatron.optimizers import StepWatch
+from moe_ckpt.stopwatch import Stopwatch
 
 
-def no() -> None:
+def no(*_: Any) -> None:
     """Does nothing."""
+
+
+def watched(optimizer: Any, before: Any = no, after: Any = no, note: Any = no, inner: Any = ()) -> StepWatch:
+    return StepWatch(optimizer, inner, before=before, after=after, note=note, stopwatch=Stopwatch())
 
 
 class Optimizer:
@@ -32,7 +39,7 @@ class Optimizer:
 
 def test_a_step_is_watched_until_the_watch_is_closed():
     optimizer, told = Optimizer((True, 1.0, None), (False, None, None), None, None), []
-    watch = StepWatch(optimizer, lambda: told.append("before"), lambda: told.append(len(optimizer.calls)), no)
+    watch = watched(optimizer, lambda: told.append("before"), lambda: told.append(len(optimizer.calls)))
     assert watch.updated is None
     assert optimizer.step(scale=2.0) == (True, 1.0, None)
     assert (told, optimizer.calls, watch.updated) == (["before", 1], [2.0], True)
@@ -50,7 +57,7 @@ def test_a_step_is_watched_until_the_watch_is_closed():
 def test_a_watch_under_another_wrapper_only_passes_on():
     optimizer, told = Optimizer(1, 2), []
     own = optimizer.step = optimizer.step
-    watch = StepWatch(optimizer, lambda: told.append("before"), no, no)
+    watch = watched(optimizer, lambda: told.append("before"))
     inner = optimizer.step
     optimizer.step = outer = lambda: inner() * 10
     assert optimizer.step() == 10
@@ -58,14 +65,24 @@ def test_a_watch_under_another_wrapper_only_passes_on():
     assert optimizer.step is outer
     assert optimizer.step() == 20
     assert told == ["before"]
-    alone = StepWatch(SimpleNamespace(step=own), no, no, no)
+    alone = watched(SimpleNamespace(step=own))
     alone.close()
     assert alone._optimizer.step is own, "what stood there comes back"
 
 
+def test_the_moments_of_a_step():
+    inner, told = torch.optim.SGD([nn.Parameter(torch.zeros(1))]), []
+    watch = watched(inner, note=told.append, inner=[inner])
+    inner.step()
+    assert told == [Moment.REDUCING, Moment.WRITING, Moment.WRITTEN]
+    watch.close()
+    inner.step()
+    assert len(told) == 3
+
+
 def test_the_first_training_forward_pass_of_the_model():
     model, other, told = nn.Sequential(nn.Linear(1, 1), nn.Dropout()), nn.Linear(1, 1), []
-    first = FirstForward([model], lambda: told.append(model.training))
+    first = on_first_forward([model], lambda: told.append(model.training))
     other(torch.ones(1, 1))
     model.eval()(torch.ones(1, 1))
     assert told == []
@@ -73,8 +90,8 @@ def test_the_first_training_forward_pass_of_the_model():
     model[1](torch.ones(1, 1))  # some schedules call layers one by one
     model(torch.ones(1, 1))
     assert told == [True]
-    first.close()
-    FirstForward([model], lambda: None).close()
+    first.remove()
+    on_first_forward([model], lambda: None).remove()
     assert not nn_module._global_forward_pre_hooks
 
 
@@ -82,6 +99,7 @@ def test_iterations_in_another_order():
     loop = Loop()
     loop.begin_at(Progress(4, 8, restored=True, counters={"a": 1}))
     assert not loop.moved
+    loop.is_updating = True
     loop.count_update(5, 10, None)
     assert (loop.counters, loop.moved) == ({"a": 1}, True)
     with pytest.raises(ConfigError, match=r"after_step\(6\): neither optimizer.step\(\).*since iteration 5"):
@@ -89,7 +107,7 @@ def test_iterations_in_another_order():
     loop.skip(6, 12, {"a": [2]})
     with pytest.raises(ConfigError, match=r"skip\(6\) follows iteration 6"):
         loop.skip(6, 12, None)
-    loop.join()
+    loop.is_updating = True
     with pytest.raises(UnencodableStateError, match="counters/a"):
         loop.count_update(7, 14, {"a": object()})
     assert (loop.step, loop.consumed_samples, loop.counters) == (6, 12, {"a": [2]})

@@ -7,65 +7,42 @@ per message.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from torch import nn
 
 from moe_ckpt.bubbles.gate import BubbleGate
-from moe_ckpt.megatron.compat import look_up, megatron_core
+from moe_ckpt.megatron.compat import Wrapped, look_up, megatron_core
 
 _MODULE, _CLASS, _METHOD = "megatron.core.pipeline_parallel.p2p_communication", "P2PCommunicator", "_communicate"
 
 
-class PipelineWatch:
-    """Wraps ``P2PCommunicator`` from ``open`` until ``close``. For a pipeline of several stages.
+def watch_pipeline(chunks: Sequence[nn.Module], undo: ExitStack) -> BubbleGate:
+    """Returns the gate of a rank in a pipeline of several stages, which gets each wait until ``undo`` is closed.
 
     Args:
         chunks: Model chunks on this rank.
-
-    Attributes:
-        gate: Holds this rank's copies and sends back; it gets each wait.
+        undo: Gets what removes the wrapper.
     """
+    groups = megatron_core().parallel_state
+    stage, stages = groups.get_pipeline_model_parallel_rank(), groups.get_pipeline_model_parallel_world_size()
+    on_device = any(parameter.is_cuda for chunk in chunks for parameter in chunk.parameters())
+    gate = BubbleGate(int(stage), int(stages), len(chunks), on_device=on_device)
 
-    def __init__(self, chunks: Sequence[nn.Module]) -> None:
-        groups = megatron_core().parallel_state
-        stage, stages = groups.get_pipeline_model_parallel_rank(), groups.get_pipeline_model_parallel_world_size()
-        on_device = any(parameter.is_cuda for chunk in chunks for parameter in chunk.parameters())
-        self.gate = BubbleGate(int(stage), int(stages), len(chunks), on_device=on_device)
-        self._open = False
-
-    def open(self) -> None:
-        """Wraps the method."""
-        self._kind = look_up(_MODULE, _CLASS)
-        self._original = original = look_up(_MODULE, f"{_CLASS}.{_METHOD}")
-        gate = self.gate
-
-        def communicate(communicator: Any, **message: Any) -> Any:
-            if not self._open:  # called by another wrapper
+    def communicate(original: Callable[..., Any], communicator: Any, **message: Any) -> Any:
+        receives = {"previous": bool(message.get("recv_prev")), "following": bool(message.get("recv_next"))}
+        if message.get("wait_on_reqs", True):
+            with gate.waiting(**receives):
                 return original(communicator, **message)
-            receives = {
-                "previous": bool(message.get("recv_prev")),
-                "following": bool(message.get("recv_next")),
-            }
-            if message.get("wait_on_reqs", True):
-                with gate.waiting(**receives):
-                    return original(communicator, **message)
-            # Interleaved schedules go on computing, and wait for the requests later.
-            *received, requests = original(communicator, **message)
-            return (*received, _watched(gate, requests, receives))
+        # Interleaved schedules go on computing, and wait for the requests later.
+        *received, requests = original(communicator, **message)
+        return (*received, _watched(gate, requests, receives))
 
-        self._open = True
-        self._wrapper = communicate
-        setattr(self._kind, _METHOD, communicate)
-
-    def close(self) -> None:
-        """Removes the wrapper. May be called twice."""
-        if not self._open:
-            return
-        self._open = False
-        if vars(self._kind).get(_METHOD) is self._wrapper:
-            setattr(self._kind, _METHOD, self._original)
+    look_up(_MODULE, f"{_CLASS}.{_METHOD}")
+    undo.callback(Wrapped(look_up(_MODULE, _CLASS), _METHOD, communicate).close)
+    return gate
 
 
 def _watched(gate: BubbleGate, requests: Any, receives: dict[str, bool]) -> Any:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from copy import deepcopy
 from typing import Any, TypeVar
 
@@ -148,7 +148,7 @@ class LoopHost(Host):
         return End("training ended")
 
 
-class AttachedCheckpoint(ABC):
+class AttachedCheckpoint:
     """Checkpoints one training loop. All ranks call each method, on the training thread.
 
     Args:
@@ -161,6 +161,8 @@ class AttachedCheckpoint(ABC):
     """
 
     _host: LoopHost
+    _undo: ExitStack
+    """Removes all hooks."""
 
     def __init__(self, host: LoopHost, options: Options) -> None:
         self.options, self._host = options, host
@@ -176,6 +178,7 @@ class AttachedCheckpoint(ABC):
         }
         self._driver = Driver(host, options, advice)
         self.stopwatch = self._driver.stopwatch
+        self._undo = ExitStack()
 
     @property
     def session(self) -> CheckpointSession:
@@ -250,7 +253,7 @@ class AttachedCheckpoint(ABC):
             self._driver.catch_up()
             self._driver.finish(moved=self._host.loop.moved, ended=ended)
         finally:
-            self._release()
+            self._undo.close()
 
     def close(self, timeout_secs: float | None = None, failure: BaseException | str | None = None) -> None:
         """Releases threads, lock and hooks after a failure. Safe to call twice, and after ``finish``.
@@ -262,7 +265,7 @@ class AttachedCheckpoint(ABC):
         """
         if failure is not None:
             self._driver.survive(failure)
-        self._release()
+        self._undo.close()
         self._driver.close(timeout_secs)
 
     def __enter__(self: _Self) -> _Self:
@@ -282,7 +285,3 @@ class AttachedCheckpoint(ABC):
     def _leave_peers(self) -> None:
         """Tells other ranks that this one trains no more, if they depend on it."""
         return
-
-    @abstractmethod
-    def _release(self) -> None:
-        """Removes all hooks. May be called twice."""

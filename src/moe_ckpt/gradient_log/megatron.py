@@ -23,16 +23,11 @@ from moe_ckpt.gradient_log.units import Unit, UnitBlock
 from moe_ckpt.ledger.coverage import Box
 from moe_ckpt.megatron.blocks import Placed, placed_blocks
 from moe_ckpt.megatron.inventory import LiveParameter, ModelInventory, has_unread, unwrapped
-from moe_ckpt.megatron.optimizers import MASTER, StateSlot, leaves, slots
+from moe_ckpt.megatron.optimizers import MASTER, StateSlot, inner_optimizers, leaves, slots
 from moe_ckpt.stopwatch import Stopwatch
 
 _ELEMENTWISE = ("FusedAdam", "FusedSGD")
 """Optimizers of Apex and Transformer Engine that ``leaves`` accepts in addition to torch's."""
-
-
-def inner_optimizers(optimizer: Any) -> list[Any]:
-    """Returns the optimizers that update something on this rank, in the order that numbers them."""
-    return [leaf.optimizer for leaf in leaves(optimizer)]
 
 
 def capture_gradients(

@@ -19,7 +19,7 @@ Megatron-Core itself is imported by ``attach``, not by this package.
 """
 
 from moe_ckpt.megatron.checkpoint import MegatronCheckpoint, attach, load_weights
-from moe_ckpt.megatron.loop import Progress
+from moe_ckpt.megatron.host import Progress
 from moe_ckpt.megatron.megatron_lm import MegatronLM, install
 from moe_ckpt.megatron.torch_dist import export_torch_dist, import_torch_dist
 

@@ -9,7 +9,6 @@ It imports nothing of Megatron-Bridge, which takes any object with methods of it
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
 import os
@@ -22,7 +21,8 @@ from moe_ckpt.driver.host import Stateful
 from moe_ckpt.driver.run import CLOSE_SECS
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.megatron.checkpoint import MegatronCheckpoint, megatron_options
-from moe_ckpt.megatron.loop import Progress
+from moe_ckpt.megatron.compat import Wrapped
+from moe_ckpt.megatron.host import Progress
 from moe_ckpt.megatron.script import calculator, counters_of, discard_tokens_of_reruns, give_generators, set_counters
 from moe_ckpt.megatron.world import is_rank_zero
 from moe_ckpt.notices import announce
@@ -103,8 +103,13 @@ class MoECheckpointCallback:
         operations = vars(position).pop("num_floating_point_operations_so_far", 0)  # Bridge's name is another
         position.floating_point_operations_so_far = operations
         discard_tokens_of_reruns(ckpt)
-        _enclose_next_call(LOADERS, "build_train_valid_test_data_loaders", self._build_loaders)
-        _enclose_next_call(PRETRAIN, "train", self._run)  # its exits and errors fire no event
+        for name, function, around in (
+            (LOADERS, "build_train_valid_test_data_loaders", self._build_loaders),
+            (PRETRAIN, "train", self._run),  # its exits and errors fire no event
+        ):
+            module = sys.modules.get(name)
+            if hasattr(module, function):  # else it is a loop of the user's own that fires the events itself
+                ckpt._undo.callback(Wrapped(module, function, around).close)
 
     def on_train_step_start(self, context: Any) -> None:
         """Counts the iterations before this one that Bridge has skipped, which fire no events."""
@@ -171,24 +176,6 @@ class MoECheckpointCallback:
             else:  # also an exit of this rank alone
                 self._attached.close(CLOSE_SECS, error)
             raise
-
-
-def _enclose_next_call(name: str, function: str, around: Callable[..., Any]) -> None:
-    """Replaces the next call of a module's global function by ``around(function, ...)``, if Bridge is imported.
-
-    It is not in a loop of the user's own that fires the events itself.
-    """
-    module: Any = sys.modules.get(name)
-    original = getattr(module, function, None)
-    if original is None:
-        return
-
-    @functools.wraps(original)
-    def enclosed(*args: Any, **kwargs: Any) -> Any:
-        setattr(module, function, original)
-        return around(original, *args, **kwargs)
-
-    setattr(module, function, enclosed)
 
 
 def _counters(position: Any) -> dict[str, Any]:

@@ -10,22 +10,25 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from moe_ckpt.comm.communicator import make_communicator
 from moe_ckpt.core.operators import grid_of
 from moe_ckpt.driver.attached import AttachedCheckpoint
 from moe_ckpt.driver.host import GradientLogging, Stateful
-from moe_ckpt.driver.states import Action, Moment
+from moe_ckpt.driver.states import Action
 from moe_ckpt.errors import ConfigError, UnsupportedError
-from moe_ckpt.megatron.host import MegatronHost, all_stateful, unmoved_by_captures
-from moe_ckpt.megatron.inventory import chunks_of, take_inventory, unwrapped
-from moe_ckpt.megatron.loop import FirstForward, Progress, StepWatch
-from moe_ckpt.megatron.optimizers import exchange_norm_groups, require_weights_gathered
+from moe_ckpt.megatron.compat import runs_on_samples
+from moe_ckpt.megatron.host import MegatronHost, Progress, all_stateful, unmoved_by_captures
+from moe_ckpt.megatron.inventory import ModelInventory, chunks_of, take_inventory, unwrapped
+from moe_ckpt.megatron.optimizers import StepWatch, exchange_norm_groups, inner_optimizers, require_weights_gathered
 from moe_ckpt.megatron.routing import RouterCounter
 from moe_ckpt.megatron.training_state import MegatronTrainingState
 from moe_ckpt.megatron.world import local_ranks, require_groups
 from moe_ckpt.notices import announce
 from moe_ckpt.policies.base import GATE_WEIGHTS, Policy
+from moe_ckpt.ports import Communicator
 from moe_ckpt.run.agreement import Deferred, StepTokens
 from moe_ckpt.run.events import Observer, StepRecord
 from moe_ckpt.run.options import Options, OptionValues, make_options
@@ -122,33 +125,53 @@ class MegatronCheckpoint(AttachedCheckpoint):
         if options.needs.windows or options.needs.gradients:
             require_weights_gathered(optimizer)
         inventory = take_inventory(chunks)
-        super().__init__(MegatronHost(chunks, inventory, optimizer, objects, options, count_update), options)
-        state, comm = self._host.state, make_communicator(options.timeout_secs, late=torch.cuda.is_available())
-        world = state.exchange(comm)
+        comm = make_communicator(options.timeout_secs, late=torch.cuda.is_available())
+        with ExitStack() as failing:  # a caller may catch an error and train without checkpoints
+            failing.callback(comm.close)
+            state = MegatronTrainingState(inventory, optimizer, comm)
+            super().__init__(MegatronHost(chunks, state, optimizer, objects, options, count_update), options)
+            failing.callback(self.close, 0.0)
+            self._chunks, self.policy, self.dirpath = chunks, options.policy, options.dirpath
+            self._open(comm, inventory, optimizer)
+            failing.pop_all()
+        self._watch = StepWatch(
+            optimizer,
+            inner_optimizers(optimizer),
+            before=self.before_step,
+            after=self._stepped,
+            note=self._driver.note,
+            stopwatch=self.stopwatch,
+        )
+        self._undo.callback(self._watch.close)
+        self._undo.enter_context(unmoved_by_captures())
+
+    def _open(self, comm: Communicator, inventory: ModelInventory, optimizer: Any) -> None:
+        """Hooks what counts tokens and watches messages, and opens the store."""
+        options, state, chunks = self.options, self._host.state, self._chunks
+        world = state.world
         options.policy.check(world.catalog)
         world.require_updates()
-        self._pipeline = None
-        if options.needs.bubbles and len(set(world.stages.values())) > 1:
-            from moe_ckpt.bubbles.megatron import PipelineWatch
-
-            self._pipeline = PipelineWatch(chunks)
-        numbers = {layer.name: layer.index for layer in world.layers}
         self._counter = RouterCounter(
-            [(numbers[layer.name], layer.router) for layer in inventory.layers],
+            [(world.numbers[layer.name], layer.router) for layer in inventory.layers],
             *grid_of(world.layers),
             chunks=[unwrapped(chunk) for chunk in chunks],
             soft=options.needs.popularity == GATE_WEIGHTS,
             frozen=world.frozen_experts,
             stopwatch=self.stopwatch,
         )
+        self._undo.callback(self._counter.close)
+        gate = None
+        if options.needs.bubbles and len(set(world.stages.values())) > 1:
+            from moe_ckpt.bubbles.megatron import watch_pipeline
+
+            gate = watch_pipeline(chunks, self._undo)
         boost = None
         if options.needs.boost is not None:
             from moe_ckpt.boost.life import Boosting
             from moe_ckpt.boost.megatron import RouterPort
 
-            ports = {numbers[layer.name]: RouterPort(layer.name, layer.router) for layer in inventory.layers}
+            ports = {world.numbers[layer.name]: RouterPort(layer.name, layer.router) for layer in inventory.layers}
             boost = Boosting(options.needs.boost, ports, grid_of(world.layers), comm, self.stopwatch)
-        self.policy, self.dirpath = options.policy, options.dirpath
         self.metrics, observers = _metrics()
         self.upstream = None
         if options.memory is not None and options.memory.upstream_bytes is not None:
@@ -161,41 +184,23 @@ class MegatronCheckpoint(AttachedCheckpoint):
 
             return loop_log(inventory, optimizer, chunks, self._driver)
 
-        try:
-            self._driver.open(
-                comm,
-                world.catalog,
-                state,
-                placement=world.placement(
-                    state.dense_peers, experts_apart=not state.shards, expert_peers=state.expert_peers
-                ),
-                observers=observers,
-                boost=boost,
-                gate=None if self._pipeline is None else self._pipeline.gate,
-                open_log=open_log,
-                pinned=torch.cuda.is_available(),
-                localized=self.upstream,
-                local_ranks=local_ranks(comm),
-            )
-        except BaseException:
-            self._counter.close()  # a caller may catch this and train without checkpoints
-            self._driver.close(0.0)
-            raise
-        self._chunks = chunks
-
-        def reduces() -> None:
-            """Runs before gradients are reduced over ranks, where a peer may be missing. Weights do not change yet."""
-            self.before_step()
-            self._driver.note(Moment.REDUCING)
-
-        alone = functools.partial(self._driver.note, Moment.WRITTEN_ALONE)
-        self._watch = StepWatch(optimizer, reduces, self._stepped, alone, self.stopwatch)
-        self._watch.before_writing(lambda: self._driver.note(Moment.WRITING))
-        self._first: FirstForward | None = None
-        self._captures = ExitStack()
-        self._captures.enter_context(unmoved_by_captures())
-        if self._pipeline is not None:
-            self._pipeline.open()
+        self._driver.open(
+            comm,
+            world.catalog,
+            state,
+            placement=world.placement(
+                state.dense_peers, experts_apart=not state.shards, expert_peers=state.expert_peers
+            ),
+            observers=observers,
+            boost=boost,
+            gate=gate,
+            open_log=open_log,
+            pinned=torch.cuda.is_available(),
+            localized=self.upstream,
+            local_ranks=local_ranks(comm),
+        )
+        if self.upstream is not None:
+            self._undo.callback(self.upstream.close)
 
     @property
     def iteration(self) -> int:
@@ -230,7 +235,7 @@ class MegatronCheckpoint(AttachedCheckpoint):
         self._driver.resume(None if otherwise is None else functools.partial(begin, otherwise))
         if self.upstream is not None:
             self.upstream.resumed(self.iteration)
-        self._first = FirstForward(self._chunks, self.begin_training)
+        self._undo.callback(on_first_forward(self._chunks, self.begin_training).remove)
         return loop.begun_at
 
     def begin_training(self) -> None:
@@ -246,8 +251,6 @@ class MegatronCheckpoint(AttachedCheckpoint):
         if lifecycle.is_training:
             return
         lifecycle.require(Action.BEGIN, "begin_training()")
-        if self._first is not None:
-            self._first.close()
         if self.upstream is not None:
             self.upstream.boundary.begin()
         if self._driver.replaying is not None and not self._driver.is_localized:
@@ -271,7 +274,7 @@ class MegatronCheckpoint(AttachedCheckpoint):
         self._driver.lifecycle.require(Action.JOIN, "before_step()")
         self._require_begun()
         self._driver.before_update()
-        self._host.loop.join()
+        self._host.loop.is_updating = True
 
     def _require_begun(self) -> None:
         """Begins training if it has not begun. Raises ``ConfigError`` if it is too late for that."""
@@ -291,7 +294,6 @@ class MegatronCheckpoint(AttachedCheckpoint):
             self._driver.replaying.put_back(self.iteration + 1)
         if self._driver.gradients is not None:
             self._driver.gradients.copies_written()
-        self._driver.note(Moment.WRITTEN)
 
     @timed
     def after_step(
@@ -365,15 +367,6 @@ class MegatronCheckpoint(AttachedCheckpoint):
             self.upstream.boundary.begin()  # others may have to compute steps again, though this rank has none left
             self.upstream.close()
 
-    def _release(self) -> None:
-        """Removes the hooks from model and optimizer."""
-        self._counter.close()
-        self._watch.close()
-        self._captures.close()
-        for watcher in (self._first, self._pipeline, self.upstream):
-            if watcher is not None:
-                watcher.close()
-
 
 def load_weights(
     model_chunks: Sequence[nn.Module] | nn.Module,
@@ -403,11 +396,10 @@ def load_weights(
         ConfigError: Process groups are not set up.
     """
     require_groups()
-    state = MegatronTrainingState(take_inventory(chunks_of(model_chunks)), optimizer)
+    inventory = take_inventory(chunks_of(model_chunks))
     comm = make_communicator(timeout_secs)
     try:
-        state.exchange(comm)
-        loaded = state.load_weights(weights_from, comm, strict=strict)
+        loaded = MegatronTrainingState(inventory, optimizer, comm).load_weights(weights_from, strict=strict)
         if comm.rank == 0:
             announce("loaded %s", loaded)
     finally:
@@ -443,3 +435,17 @@ def _metrics() -> tuple[Any, Sequence[Observer]]:
         return None, ()
     metrics = CheckpointMetrics(sync_on_compute=False)
     return metrics, (metrics.observe,)
+
+
+def on_first_forward(chunks: Sequence[nn.Module], call: Callable[[], None]) -> RemovableHandle:
+    """Calls a function once, before the first forward pass of any of the model's modules in training mode."""
+    modules = {id(module) for chunk in chunks for module in chunk.modules()}
+
+    def before(module: nn.Module, args: tuple[Any, ...]) -> None:
+        if module.training and id(module) in modules and not runs_on_samples():
+            handle.remove()
+            call()
+
+    # Until then a hook of all modules, because some schedules never call the forward of a chunk.
+    handle: RemovableHandle = register_module_forward_pre_hook(before)
+    return handle

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
-from moe_ckpt.driver.attached import LoopHost
+from moe_ckpt.driver.attached import LoopHost, LoopPosition
 from moe_ckpt.driver.changes import Change, trainable_changes
 from moe_ckpt.driver.host import Stateful, loading_state
 from moe_ckpt.errors import ConfigError, OtherLayoutError
@@ -19,12 +21,12 @@ from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.interop.weights import LoadedWeights
 from moe_ckpt.interop.whole import all_buffers
 from moe_ckpt.megatron.compat import changed, rng_tracker
-from moe_ckpt.megatron.inventory import ModelInventory, architecture
-from moe_ckpt.megatron.loop import Loop, Progress
+from moe_ckpt.megatron.inventory import architecture
 from moe_ckpt.megatron.optimizers import SCHEDULER, changes, configured, write_settings
 from moe_ckpt.megatron.training_state import RESTING, MegatronTrainingState
-from moe_ckpt.megatron.world import layout
+from moe_ckpt.megatron.world import is_rank_zero, layout
 from moe_ckpt.modeling.rng import Generators, capture_rng, restore_rng
+from moe_ckpt.notices import announce
 from moe_ckpt.ports import Communicator
 from moe_ckpt.reading.reader import StoreReader
 from moe_ckpt.recovery.executing import Restored
@@ -42,8 +44,87 @@ _REPEATED: tuple[Repeated, ...] = (
 )
 
 
+@dataclass(frozen=True)
+class Progress:
+    """The position at which training starts or resumes.
+
+    Attributes:
+        iteration: Iterations done; the next one to compute is ``iteration + 1``, counted from 1.
+        consumed_samples: Training samples consumed so far, as given to ``after_step``.
+        restored: False for a new run.
+        counters: Further counters of the loop, as given to ``after_step`` or ``skip``; empty for a new run.
+    """
+
+    iteration: int = 0
+    consumed_samples: int = 0
+    restored: bool = False
+    counters: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Loop(LoopPosition):
+    """The position of a Megatron loop; its steps are iterations.
+
+    Attributes:
+        begun_at: The position at which training began in this process.
+        consumed_samples: Those of the newest iteration.
+    """
+
+    unit, arguments = "iteration", ", consumed_samples=..."
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._asked_for_samples = False
+        self.begin_at(Progress())
+
+    def begin_at(self, progress: Progress) -> None:
+        """Sets the position at which training begins."""
+        self.begun_at, self.consumed_samples = progress, progress.consumed_samples
+        self.set_position(progress.iteration, progress.counters)
+
+    def count_update(self, iteration: int, consumed_samples: int | None, counters: Mapping[str, Any] | None) -> None:
+        """Records ``after_step``. Raises as ``count``, and ``ConfigError`` if no optimizer step came before."""
+        if not self.is_updating:
+            raise ConfigError(
+                f"after_step({iteration}): neither optimizer.step() of the optimizer given to attach nor before_step() "
+                f"was called since iteration {self.step}, so the snapshot of that iteration may be torn. If "
+                "something else changes the weights, call before_step() right before it; for an iteration without an "
+                "update call skip() instead of after_step()"
+            )
+        self._count("after_step", iteration, consumed_samples, counters)
+
+    def skip(
+        self, iteration: int, consumed_samples: int | None, counters: Mapping[str, Any] | None, *, updated: bool = False
+    ) -> None:
+        """Records ``skip``. Raises as ``count``, and ``ConfigError`` after an update.
+
+        Args:
+            updated: An update that has begun since changed weights.
+        """
+        if updated:
+            self.require_counted(f"skip({iteration})")
+        self._count("skip", iteration, consumed_samples, counters)
+
+    def _count(
+        self, call: str, iteration: int, consumed_samples: int | None, counters: Mapping[str, Any] | None
+    ) -> None:
+        self.count(call, iteration, counters)
+        if consumed_samples is not None:
+            self.consumed_samples = consumed_samples
+        elif not self._asked_for_samples:
+            self._asked_for_samples = True
+            if is_rank_zero():
+                announce(
+                    "%s(%d) was called without consumed_samples, so the next start will be at consumed_samples=%d: a "
+                    "loop or a loader that goes on by that count would repeat data. Give the number of training "
+                    "samples consumed so far; 0 if the data are found by the iteration alone, or by an object in "
+                    "stateful=",
+                    *(call, iteration, self.consumed_samples),
+                    level=logging.WARNING,
+                )
+
+
 class MegatronHost(LoopHost):
-    """One training loop. Arguments: as of ``MegatronCheckpoint``; ``inventory`` is that of ``chunks``."""
+    """One training loop. Arguments: as of ``MegatronCheckpoint``; ``state`` is that of ``chunks`` and ``optimizer``."""
 
     framework, attach = "Megatron", "megatron.attach"
     loop: Loop
@@ -51,7 +132,7 @@ class MegatronHost(LoopHost):
     def __init__(
         self,
         chunks: Sequence[nn.Module],
-        inventory: ModelInventory,
+        state: MegatronTrainingState,
         optimizer: Any,
         stateful: Mapping[str, Stateful],
         options: Options,
@@ -59,7 +140,7 @@ class MegatronHost(LoopHost):
     ) -> None:
         super().__init__(stateful, Loop())
         self._count_update = count_update
-        self.state = MegatronTrainingState(inventory, optimizer)
+        self.state = state
         self.generators = Generators(capture_generators, restore_generators)
         self._options = options
         self._optimizer = optimizer
@@ -122,7 +203,7 @@ class MegatronHost(LoopHost):
                 f"megatron.attach(weights_from={path!r}) and what was given to resume(otherwise=...), which starts at "
                 f"iteration {self.step}, contradict each other: give one of them"
             )
-        return self.state.load_weights(path, comm)
+        return self.state.load_weights(path)
 
     def repeated(self, before: _Plain, recorded: _Plain) -> Iterable[Repeated]:
         idle = idle_generators(before["rng"], recorded["rng"])

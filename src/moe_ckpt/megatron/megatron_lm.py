@@ -34,7 +34,7 @@ from moe_ckpt.driver.run import CLOSE_SECS, close_guarded
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.megatron.checkpoint import MegatronCheckpoint, megatron_options
 from moe_ckpt.megatron.compat import changed, look_up
-from moe_ckpt.megatron.loop import Progress
+from moe_ckpt.megatron.host import Progress
 from moe_ckpt.megatron.script import (
     USED_OF_TRAIN,
     LateValidation,

@@ -1,4 +1,4 @@
-"""Megatron's optimizers: the tensors that they have for each model parameter, hyperparameters, counts and scales.
+"""Megatron's optimizers: the tensors that they have for each parameter, hyperparameters, counts, scales, and steps.
 
 ``FP32Optimizer`` updates the parameters; ``Float16OptimizerWithFloat16Params`` updates fp32 master weights of fp16 and
 bf16 ones; ``DistributedOptimizer`` updates a flat range of either, another on each data-parallel rank. A
@@ -16,7 +16,8 @@ from __future__ import annotations
 import importlib
 import logging
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
@@ -27,8 +28,9 @@ from torch import nn
 
 from moe_ckpt.driver.changes import Change, differing, plain_values, same
 from moe_ckpt.driver.host import Stateful
+from moe_ckpt.driver.states import Moment
 from moe_ckpt.errors import ConfigError, UnsupportedError, optimizer_changed
-from moe_ckpt.megatron.compat import OPTIMIZER, changed, megatron_core
+from moe_ckpt.megatron.compat import OPTIMIZER, Wrapped, changed, megatron_core
 from moe_ckpt.modeling.optimizer_state import (
     IMPLEMENTATION_FLAGS,
     STEP,
@@ -38,6 +40,8 @@ from moe_ckpt.modeling.optimizer_state import (
     require_plain,
     unnameable,
 )
+from moe_ckpt.run.options import Options
+from moe_ckpt.stopwatch import Stopwatch
 
 log = logging.getLogger("moe_ckpt")
 
@@ -125,6 +129,11 @@ def leaves(optimizer: Any) -> tuple[Any, ...]:
     return tuple(updating)
 
 
+def inner_optimizers(optimizer: Any) -> list[Any]:
+    """Returns the optimizers that write to parameters on this rank, in the order that numbers them."""
+    return [leaf.optimizer for leaf in leaves(optimizer)]
+
+
 def _unknown(name: str, version: str) -> str:
     return (
         f"{name} of megatron-core {version} keeps its state in a way that is not supported. Supported are "
@@ -146,6 +155,100 @@ def _check(leaf: Any, version: str) -> None:
             "use_megatron_fsdp keeps parameters in its own buffers. Use the distributed optimizer instead of it, or "
             "FSDP2 with the Lightning callback."
         )
+
+
+class StepWatch:
+    """Tells the moments of each ``optimizer.step``.
+
+    If inner optimizers have stepped when it raises (the distributed optimizer gathers weights last), this rank's part
+    of the update is completed without other ranks.
+
+    Megatron's optimizers have no hooks, and a ``ChainedOptimizer`` does not call ``step`` of its members, so the method
+    of this object is wrapped.
+
+    Args:
+        optimizer: Megatron's.
+        inner: The optimizers in it that write to parameters.
+        before: Called before a step.
+        after: Called after a step.
+        note: Called with each moment of a step.
+        stopwatch: Counts the time of these functions.
+
+    Attributes:
+        updated: Whether the newest step changed the weights, by its result; None before the first.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        inner: Sequence[Any],
+        before: Callable[[], None],
+        after: Callable[[], None],
+        note: Callable[[Moment], None],
+        stopwatch: Stopwatch,
+    ) -> None:
+        self._optimizer, self._stopwatch = optimizer, stopwatch
+        self._before, self._after, self._note = before, after, note
+        self._begun: set[int] = set()
+        self._ended: set[int] = set()
+        self.updated: bool | None = None
+        self._steps = 0
+        self._undo = ExitStack()
+        self._undo.callback(Wrapped(optimizer, "step", self._stepping).close)
+        for one in inner:
+            self._undo.callback(one.register_step_pre_hook(stopwatch.around(self._begins)).remove)
+            self._undo.callback(one.register_step_post_hook(stopwatch.around(self._ends)).remove)
+
+    def _stepping(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        with self._stopwatch:
+            self._before()
+            self._note(Moment.REDUCING)
+        self._begun.clear()
+        self._ended.clear()
+        try:
+            result = step(*args, **kwargs)
+        except Exception:
+            self._end_alone()
+            raise
+        self.updated = bool(result[0]) if isinstance(result, tuple) and result else True
+        self._steps += 1
+        with self._stopwatch:
+            self._after()
+            self._note(Moment.WRITTEN)
+        return result
+
+    def _begins(self, inner: Any, *_: Any) -> None:
+        self._begun.add(id(inner))
+        self._note(Moment.WRITING)
+
+    def _ends(self, inner: Any, *_: Any) -> None:
+        self._ended.add(id(inner))
+
+    def _end_alone(self) -> None:
+        """Completes a step that raised, unless an inner optimizer was in the middle of its own."""
+        if not self._begun or self._begun != self._ended:
+            return
+        try:
+            is_whole = finish_update(self._optimizer, tuple(self._ended))
+        except Exception as error:  # then recovery uses an older checkpoint
+            log.warning("the update that failed cannot be completed on this rank alone: %r", error)
+            return
+        if is_whole:
+            self.updated = True
+            self._note(Moment.WRITTEN_ALONE)
+
+    def iteration_ends(self, options: Options) -> None:
+        """Raises ``ConfigError`` if an iteration made several updates, since a replay is right for one only."""
+        steps, self._steps = self._steps, 0
+        if steps > 1 and options.needs.windows:
+            raise ConfigError(
+                f"{type(options.policy).__name__} needs one optimizer.step() per iteration, and this iteration made "
+                f"{steps}. Call after_step() after each of them, or use Dense or MoC"
+            )
+
+    def close(self) -> None:
+        """Removes the wrapper and all hooks. May be called twice."""
+        self._undo.close()
 
 
 def finish_update(optimizer: Any, ended: Collection[int]) -> bool:

@@ -31,11 +31,11 @@ Nothing here communicates or waits for the device; each training forward pass of
 
 from __future__ import annotations
 
-import functools
 import importlib
 import inspect
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,7 +44,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from moe_ckpt.errors import UnsupportedError
-from moe_ckpt.megatron.compat import look_up, megatron_core, runs_on_samples, version
+from moe_ckpt.megatron.compat import Wrapped, look_up, megatron_core, runs_on_samples, version
 from moe_ckpt.modeling.routing import Mask, clear, counts_on_host, is_recomputed, soft_on_host, step_tokens
 from moe_ckpt.notices import announce
 from moe_ckpt.run.agreement import Deferred, StepTokens
@@ -89,8 +89,8 @@ class Watch:
 
 
 _watches: list[Watch] = []
-_wrapper: Any = None
-"""The wrapper of dropping, which calls through if there are no watches."""
+_wrapped = ExitStack()
+"""Removes the wrapper of dropping."""
 
 
 def attach(watch: Watch) -> None:
@@ -99,38 +99,29 @@ def attach(watch: Watch) -> None:
     Raises:
         UnsupportedError: The router's module has no such name.
     """
-    global _wrapper
-    dropping = look_up(ROUTER, DROPPING)
-    if not _watches and dropping is not _wrapper:
-        _wrapper = _observed(dropping)
-        setattr(importlib.import_module(ROUTER), DROPPING, _wrapper)
+    look_up(ROUTER, DROPPING)
+    if not _watches:
+        _wrapped.callback(Wrapped(importlib.import_module(ROUTER), DROPPING, _observed).close)
     _watches.append(watch)
 
 
 def detach(watch: Watch) -> None:
     """Undoes ``attach``, if ``watch`` is attached. With the last watch the wrapper is removed."""
-    if watch not in _watches:
-        return
-    _watches.remove(watch)
-    module = importlib.import_module(ROUTER)
-    # If others have wrapped ours since, it stays: without watches it only calls through.
-    if not _watches and getattr(module, DROPPING) is _wrapper:
-        setattr(module, DROPPING, _wrapper.__wrapped__)
+    if watch in _watches:
+        _watches.remove(watch)
+    if not _watches:
+        _wrapped.close()
 
 
-def _observed(dropping: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(dropping)
-    def observed(*args: Any, **kwargs: Any) -> Any:
-        routing_map = args[1] if len(args) > 1 else kwargs.get("routing_map")
-        for watch in _watches:
-            watch.assigned = routing_map
-        result = dropping(*args, **kwargs)
-        for watch in _watches:
-            if watch.running and watch.adjust is not None:
-                result = watch.adjust(_described(dropping, args, kwargs, result))
-        return result
-
-    return observed
+def _observed(dropping: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    routing_map = args[1] if len(args) > 1 else kwargs.get("routing_map")
+    for watch in _watches:
+        watch.assigned = routing_map
+    result = dropping(*args, **kwargs)
+    for watch in _watches:
+        if watch.running and watch.adjust is not None:
+            result = watch.adjust(_described(dropping, args, kwargs, result))
+    return result
 
 
 def _described(dropping: Callable[..., Any], args: Any, kwargs: Any, result: Any) -> Dropping:

@@ -28,9 +28,8 @@ from torch.utils.data import DataLoader
 
 from moe_ckpt.errors import ConfigError, UnsupportedError
 from moe_ckpt.megatron.checkpoint import MegatronCheckpoint, end_iteration, has_updated
-from moe_ckpt.megatron.compat import changed, megatron_core
-from moe_ckpt.megatron.host import capture_generators
-from moe_ckpt.megatron.loop import Progress
+from moe_ckpt.megatron.compat import Wrapped, changed, megatron_core
+from moe_ckpt.megatron.host import Progress, capture_generators
 from moe_ckpt.notices import announce
 
 COUNTED = ("consumed_valid_samples", "skipped_train_samples", "num_floating_point_operations_so_far")
@@ -138,16 +137,14 @@ def rerun_machine() -> Any:
 
 def discard_tokens_of_reruns(ckpt: MegatronCheckpoint) -> None:
     """Makes tokens count once if Megatron's rerun machine repeats a forward pass."""
-    machine = rerun_machine()
-    asked = type(machine).should_run_forward_backward.__get__(machine)
 
-    def should_run(data_iterator: Any) -> bool:
-        runs: bool = asked(data_iterator)
+    def should_run(asked: Callable[[Any], bool], data_iterator: Any) -> bool:
+        runs = asked(data_iterator)
         if runs:
             ckpt.discard_tokens()
         return runs
 
-    machine.should_run_forward_backward = should_run
+    ckpt._undo.callback(Wrapped(rerun_machine(), "should_run_forward_backward", should_run).close)
 
 
 def flat(value: Any) -> Iterator[Any]:

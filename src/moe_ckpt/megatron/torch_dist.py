@@ -36,9 +36,8 @@ from torch import nn
 from moe_ckpt.driver.host import Stateful
 from moe_ckpt.errors import ConfigError, MissingPackageError, UnsupportedError
 from moe_ckpt.megatron.compat import look_up, megatron_core, rng_tracker
-from moe_ckpt.megatron.host import capture_generators, restore_generators
+from moe_ckpt.megatron.host import Progress, capture_generators, restore_generators
 from moe_ckpt.megatron.inventory import chunks_of, require_halves, unwrapped
-from moe_ckpt.megatron.loop import Progress
 from moe_ckpt.megatron.optimizers import leaves, make_state, read_step, slots, write_step
 from moe_ckpt.megatron.world import from_rank_zero, require_groups
 from moe_ckpt.modeling.optimizer_state import STEP

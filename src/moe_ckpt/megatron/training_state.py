@@ -48,16 +48,17 @@ class Trained:
     Args:
         parameters: All of this rank's.
         updated: Those that the optimizer has.
+        tensors: The model's, those of other ranks included.
     """
 
-    def __init__(self, parameters: Iterable[LiveParameter], updated: Collection[nn.Parameter]) -> None:
+    def __init__(
+        self,
+        parameters: Iterable[LiveParameter],
+        updated: Collection[nn.Parameter],
+        tensors: Mapping[str, HeldTensor],
+    ) -> None:
         self._updated = {live.parts[0].name: live.parameter for live in parameters if live.parameter in updated}
         self._resting = Frozen()
-        self._frozen = FixedStrings(())
-        self._tensors: Mapping[str, HeldTensor] = {}
-
-    def bind(self, tensors: Mapping[str, HeldTensor]) -> None:
-        """Sets the model's tensors, those of other ranks included."""
         self._tensors = tensors
         self._frozen = FixedStrings(_abridged([n for n, tensor in tensors.items() if not tensor.trained], tensors))
 
@@ -123,28 +124,32 @@ def _be(verb: str, names: Collection[str]) -> str:
 
 
 class MegatronTrainingState:
-    """``ports.TrainingState`` of one rank. Without an optimizer (None) only weights and buffers can be loaded.
+    """``ports.TrainingState`` of one rank. To construct it is a collective of the training thread.
 
     A parameter gives one tensor per operator in it. The range that the distributed optimizer updates on this rank is
     written by this rank, weights included. Other ranks' shares of the weights may still be under way when training
     goes on (``overlap_param_gather``), so they are only read into. State that no optimizer shards is written by one of
     its holders: dense state by all data-parallel ranks together, an expert by its owner.
 
+    Args:
+        inventory: Of this rank's chunks.
+        optimizer: Megatron's; None if only weights and buffers will be loaded.
+        comm: Of all ranks.
+
+    Raises:
+        ConfigError: The optimizer updates parameters that are not in the inventory; or ranks hold different models.
+        CoverageError: The ranks together do not hold the model.
+
     Attributes:
+        world: What all ranks hold.
         dense_peers: Ranks that share this rank's dense parameters by data parallelism, ascending.
         expert_peers: Ranks that share its experts, ascending.
         trained: The parameters that the optimizer has.
     """
 
-    def __init__(self, inventory: ModelInventory, optimizer: Any) -> None:
-        self._inventory = inventory
-        self._optimizer = optimizer
+    def __init__(self, inventory: ModelInventory, optimizer: Any, comm: Communicator) -> None:
+        self._inventory, self._optimizer, self._comm = inventory, optimizer, comm
         self._slots = slots(optimizer) if optimizer is not None else {}
-        self.trained = Trained(inventory.parameters, self._slots.keys())
-        self._world: World | None = None
-        self.dense_peers: tuple[int, ...] = (0,)
-        self.expert_peers: tuple[int, ...] = (0,)
-        self._rank = 0
         self._tensors: tuple[StateTensor, ...] = ()
         self._states: tuple[tuple[str, str], ...] = ()
         self._prepared = False
@@ -160,6 +165,13 @@ class MegatronTrainingState:
                 f"the optimizer updates {len(unknown)} parameters (of shapes {shapes}) that are in none of the model "
                 "chunks: give the chunks that it was made from"
             )
+        groups = megatron_core().parallel_state
+        stage, expert_rank = groups.get_pipeline_model_parallel_rank(), groups.get_expert_model_parallel_rank()
+        self.world = exchange(self.holding(int(stage), int(expert_rank)), comm)
+        self.world.catalog  # noqa: B018  the proof comes before anything else
+        peers = groups.get_data_parallel_group(with_context_parallel=True), groups.get_expert_data_parallel_group()
+        self.dense_peers, self.expert_peers = (tuple(sorted(dist.get_process_group_ranks(group))) for group in peers)
+        self.trained = Trained(inventory.parameters, self._slots.keys(), self.world.tensors)
 
     def holding(self, stage: int, expert_rank: int) -> Holding:
         """Returns what this rank holds, for the other ranks. Arguments: see ``Holding``."""
@@ -181,22 +193,6 @@ class MegatronTrainingState:
             blocks = sorted({(placed.offsets, placed.shape) for placed in placed_blocks(part, part.start, part.stop)})
             yield HeldTensor(part.name, dtype, part.global_shape, owner, slot is not None, master, blocks=tuple(blocks))
 
-    def exchange(self, comm: Communicator) -> World:
-        """Exchanges holdings with the other ranks. A collective of the training thread, before any method below.
-
-        Raises:
-            CoverageError: The ranks together do not hold the model.
-        """
-        groups = megatron_core().parallel_state
-        stage, expert_rank = groups.get_pipeline_model_parallel_rank(), groups.get_expert_model_parallel_rank()
-        world = exchange(self.holding(int(stage), int(expert_rank)), comm)
-        world.catalog  # noqa: B018  the proof comes before anything else
-        self._world, self._rank = world, comm.rank
-        peers = groups.get_data_parallel_group(with_context_parallel=True), groups.get_expert_data_parallel_group()
-        self.dense_peers, self.expert_peers = (tuple(sorted(dist.get_process_group_ranks(group))) for group in peers)
-        self.trained.bind(world.tensors)
-        return world
-
     @property
     def shards(self) -> bool:
         """Returns whether a distributed optimizer divides the state over ranks."""
@@ -217,17 +213,14 @@ class MegatronTrainingState:
             getattr(layer.router, "_maintain_float32_expert_bias", lambda: None)()
         return self._inventory.buffers
 
-    def load_weights(
-        self, source: str | os.PathLike[str], comm: Communicator, *, strict: bool = True
-    ) -> weights.LoadedWeights:
+    def load_weights(self, source: str | os.PathLike[str], *, strict: bool = True) -> weights.LoadedWeights:
         """Loads weights into the model, and sets master weights from them. Raises as ``interop.weights.load_weights``.
 
         Args:
             source: A store, a step directory, or safetensors files.
-            comm: Of all ranks; ``exchange`` was called with it.
             strict: False lets tensors be missing on either side.
         """
-        loaded = weights.load_weights(source, self, comm, self._exact_buffers(), strict=strict)
+        loaded = weights.load_weights(source, self, self._comm, self._exact_buffers(), strict=strict)
         if self._optimizer is not None:
             self._optimizer.reload_model_params()
         return loaded
@@ -248,7 +241,7 @@ class MegatronTrainingState:
         names = self._states
         if names != self._specs_of:
             self._specs_of = names
-            self._specs = tuple(_specs(self._require_world(), names))
+            self._specs = tuple(_specs(self.world, names))
         return self._specs
 
     def plain(self, *, described: bool = False) -> dict[str, Any]:
@@ -297,11 +290,6 @@ class MegatronTrainingState:
 
     # --- parts ---
 
-    def _require_world(self) -> World:
-        if self._world is None:
-            raise ConfigError("MegatronTrainingState.exchange() was not called")
-        return self._world
-
     def _state_names(self) -> tuple[tuple[str, str], ...]:
         """Returns (state name, dtype) of the inner optimizers' tensors now; the same for all parameters."""
         for live in self._inventory.parameters:
@@ -334,7 +322,7 @@ class MegatronTrainingState:
         group = self.expert_peers if live.is_expert else self.dense_peers
         # The block that tensor parallelism gives this rank. Other blocks are written by the ranks that hold them.
         block = next((placed.offsets, placed.shape) for placed in placed_blocks(part, part.start, part.stop))
-        writes = slot.writes and self._require_world().holders[part.name, block][0] in group
+        writes = slot.writes and self.world.holders[part.name, block][0] in group
         for writer, low, high in _divided(slot, start, stop, weights.numel()):
             updated_here = (low, high) == (start, stop)
             group_writer = writer if writes and writer in group else None
@@ -347,12 +335,11 @@ class MegatronTrainingState:
 
     def _written(self, name: str, block: Block, is_expert: bool) -> tuple[bool, int | None]:
         """Returns (replicated, the other rank that writes it or None) of a block that no optimizer shards."""
-        world = self._require_world()
-        holders = world.holders[name, block]
+        holders = self.world.holders[name, block]
         if not is_expert and holders[0] in self.dense_peers and set(self.dense_peers) <= set(holders):
             return True, None
-        writer = world.expert_writer(name, block) if is_expert else holders[0]
-        return False, None if writer == self._rank else writer
+        writer = self.world.expert_writer(name, block) if is_expert else holders[0]
+        return False, None if writer == self._comm.rank else writer
 
 
 class _ShardViews:

@@ -151,7 +151,7 @@ class World:
         return Catalog(tuple(operators), self.layers, {t.name: t.shape for t in self.tensors.values()})
 
     @cached_property
-    def _numbers(self) -> Mapping[str, int]:
+    def numbers(self) -> Mapping[str, int]:
         """Returns MoE layer -> its number."""
         return {layer.name: layer.index for layer in self.layers}
 
@@ -159,7 +159,7 @@ class World:
         moe, which = owner
         if moe is None:
             return Operator(non_expert_id(str(which)), OperatorKind.NON_EXPERT, spans)
-        layer = self._numbers[moe]
+        layer = self.numbers[moe]
         if which is None:
             return Operator(gate_id(layer), OperatorKind.GATE, spans, layer)
         return Operator(expert_id(layer, int(which)), OperatorKind.EXPERT, spans, layer, int(which))
@@ -171,7 +171,7 @@ class World:
         frozen[tuple(self.catalog.all_experts.T)] = True
         for moe, expert in (tensor.owner for tensor in self.tensors.values() if tensor.trained):
             if moe is not None and expert is not None:
-                frozen[self._numbers[moe], int(expert)] = False
+                frozen[self.numbers[moe], int(expert)] = False
         return frozen if frozen.any() else None
 
     def _require_whole(self) -> None:
@@ -256,7 +256,7 @@ class World:
             if moe is not None and expert is not None:
                 every = self.holders_of(name)
                 writers = [self.expert_writer(name, block) for block in tensor.blocks] if experts_apart else every
-                owners[self._numbers[moe]][int(expert)] = writers[0]
+                owners[self.numbers[moe]][int(expert)] = writers[0]
                 divided = max(divided, len(set(writers)))
             stage_of[self._operator(tensor.owner).id] = self.stages[self.holders[name, first][0]]
         order = sorted(set(self.stages.values()))

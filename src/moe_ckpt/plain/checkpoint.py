@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -118,7 +117,7 @@ class PlainCheckpoint(AttachedCheckpoint):
         self._updates = self._applied = 0  # since the newest step; applied: not skipped because of an overflow
         self._optimizers, self._stepped = len(optimizers), set[int]()
         self._warns_of_position = all(isinstance(target, _WITHOUT_POSITION) for target in stateful.values())
-        self._undo = ExitStack()
+        self._undo.callback(self._counter.close)
         for optimizer in optimizers:
             before, after = map(self.stopwatch.around, (self._before_update, self._updated))
             self._undo.callback(optimizer.register_step_pre_hook(before).remove)
@@ -249,10 +248,6 @@ class PlainCheckpoint(AttachedCheckpoint):
         self._updates = self._applied = 0
         self._stepped.clear()
         return self._driver.after_update(self._counter.take(), updated=updated)
-
-    def _release(self) -> None:
-        self._counter.close()
-        self._undo.close()
 
 
 def _require_usable(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from torch import nn
 
 from tests.megatron.bad_input import DELETED, Said, changed, said
+from tests.support.megatron_run import heard
 
 
 def moved_names(rank: int, world_size: int, root: str) -> dict[str, Said]:
@@ -90,9 +91,8 @@ def loaders(rank: int, world_size: int, root: str) -> dict[str, Any]:
     """What is said of a data loader whose position is not saved."""
     from moe_ckpt.megatron import script
 
-    told: list[str] = []
-    script.announce = lambda message, *values, **_: told.append(message % values)
-    for kind, stateful in (("single", ()), ("external", ("loader",)), ("external", ())):
-        script.warn_of_loader(SimpleNamespace(dataloader_type=kind), stateful)
-    script.warn_of_loader(SimpleNamespace(), ())
+    with heard() as told:
+        for kind, stateful in (("single", ()), ("external", ("loader",)), ("external", ())):
+            script.warn_of_loader(SimpleNamespace(dataloader_type=kind), stateful, "install", "--external", "position")
+        script.warn_of_loader(SimpleNamespace(), (), "install", "--external", "position")
     return {"told": told}

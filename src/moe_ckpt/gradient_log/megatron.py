@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from math import prod
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from moe_ckpt.gradient_log.optimizers import Coupling, register
 from moe_ckpt.gradient_log.recording import RunLog
 from moe_ckpt.gradient_log.units import Unit, UnitBlock
 from moe_ckpt.ledger.coverage import Box
-from moe_ckpt.megatron.blocks import Placed, placed_blocks
+from moe_ckpt.megatron.blocks import placed_blocks
 from moe_ckpt.megatron.inventory import LiveParameter, ModelInventory, has_unread, unwrapped
 from moe_ckpt.megatron.optimizers import MASTER, StateSlot, inner_optimizers, leaves, slots
 from moe_ckpt.stopwatch import Stopwatch
@@ -120,18 +119,11 @@ def _pieces(live: LiveParameter, slot: StateSlot, start: int, stop: int) -> Iter
     for part in live.parts:
         # Without a range ``placed_blocks`` counts from the part's own first element.
         low = start if slot.range is not None else part.start
+        memory = torch.empty(live.parameter.numel(), device="meta")[low - start :]  # from the unit's first element on
         for placed in placed_blocks(part, low, min(stop, part.stop)):
-            yield _piece(part.name, placed, low - start)
-
-
-def _piece(name: str, placed: Placed, first: int) -> UnitBlock:
-    """Returns a block. first: First element, in the unit, of the range in which ``placed.first`` counts."""
-    array = torch.empty(prod(placed.memory_shape), device="meta").view(placed.memory_shape)
-    for axis, (low, length) in enumerate(placed.narrow):
-        array = array.narrow(axis, low, length)
-    array = array.permute(placed.order)
-    begin = first + placed.first + int(array.storage_offset())
-    return UnitBlock(name, Box(placed.offsets, tuple(array.shape)), tuple(array.stride()), begin)
+            block = placed.view(memory)
+            box = Box(placed.offsets, tuple(block.shape))
+            yield UnitBlock(part.name, box, tuple(block.stride()), int(block.storage_offset()))
 
 
 def loop_log(inventory: ModelInventory, optimizer: Any, chunks: Sequence[Any], driver: Driver) -> RunLog:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import product
 from math import prod
+from typing import Any
 
 Shape = tuple[int, ...]
 
@@ -82,6 +83,17 @@ class Placed:
     memory_shape: Shape
     narrow: tuple[tuple[int, int], ...]
     order: Shape
+
+    def view(self, flat: Any) -> Any:
+        """Returns the view of the block, in the orientation of the whole tensor.
+
+        Args:
+            flat: The range of memory, a tensor.
+        """
+        array = flat[self.first : self.first + prod(self.memory_shape)].view(self.memory_shape)
+        for axis, (start, length) in enumerate(self.narrow):
+            array = array.narrow(axis, start, length)
+        return array.permute(self.order)
 
 
 def whole(name: str, shape: Shape) -> BlockPart:

@@ -10,7 +10,6 @@ It imports nothing of Megatron-Bridge, which takes any object with methods of it
 from __future__ import annotations
 
 import inspect
-import logging
 import os
 import sys
 from collections.abc import Callable, Mapping
@@ -23,9 +22,15 @@ from moe_ckpt.errors import ConfigError
 from moe_ckpt.megatron.checkpoint import MegatronCheckpoint, megatron_options
 from moe_ckpt.megatron.compat import Wrapped
 from moe_ckpt.megatron.host import Progress
-from moe_ckpt.megatron.script import calculator, counters_of, discard_tokens_of_reruns, give_generators, set_counters
-from moe_ckpt.megatron.world import is_rank_zero
-from moe_ckpt.notices import announce
+from moe_ckpt.megatron.script import (
+    counters_of,
+    discard_tokens_of_reruns,
+    give_generators,
+    left_out_of_iteration,
+    samples_of_iteration,
+    set_counters,
+    warn_of_loader,
+)
 from moe_ckpt.policies.base import Policy
 from moe_ckpt.run.options import OptionValues
 
@@ -83,13 +88,8 @@ class MoECheckpointCallback:
             raise ConfigError(
                 "MoECheckpointCallback: validation.skip_train is set, so nothing is trained. Leave the callback out"
             )
-        if settings.dataset.dataloader_type == "external" and not self._stateful and is_rank_zero():
-            announce(
-                "MoECheckpointCallback: the position in the data of dataloader_type='external' is not saved. Unless "
-                "your loader begins at train_state.consumed_train_samples, a resumed run trains on data that it has "
-                "seen: give the callback stateful={'loader': ...}, anything with state_dict and load_state_dict",
-                level=logging.WARNING,
-            )
+        names = "dataloader_type='external'", "train_state.consumed_train_samples"
+        warn_of_loader(settings.dataset, self._stateful, "MoECheckpointCallback", *names)
         if self.checkpoint is not None:  # restarted within this process
             self.checkpoint.close(CLOSE_SECS)
         loaded = Progress(position.step, position.consumed_train_samples, position.step > 0, _counters(position))
@@ -123,13 +123,12 @@ class MoECheckpointCallback:
         ckpt, settings, position = self._attached, context.state.cfg, context.state.train_state
         if not ckpt._host.loop.is_updating:  # the rerun machine ends the job, and no update was made
             return
-        iteration, batch = position.step + 1, calculator().get_current_running_global_batch_size()
-        counters = _counters(position)
-        counters["skipped_train_samples"] += calculator().get_current_global_batch_size() - batch
+        iteration, counters = position.step + 1, _counters(position)
+        counters["skipped_train_samples"] += left_out_of_iteration()
         if _is_validated(settings.validation, iteration, is_on=position.do_valid):
             rounds = settings.validation.eval_iters
             counters["consumed_valid_samples"] += rounds * settings.validation.eval_global_batch_size
-        consumed = position.consumed_train_samples + batch
+        consumed = position.consumed_train_samples + samples_of_iteration()
         updated = not context.skipped_iter
         ckpt.after_step(iteration, consumed_samples=consumed, updated=updated, counters=counters)
 

@@ -78,7 +78,8 @@ REPLACED_WITH_LOG = {**REPLACED, "training_log": ("train", ("is_first_iteration"
 
 USED = (
     ("megatron.training.global_vars", "get_args"),
-    ("megatron.core.num_microbatches_calculator", "get_num_microbatches"),
+    ("megatron.core.num_microbatches_calculator", "get_current_global_batch_size"),
+    ("megatron.core.num_microbatches_calculator", "get_current_running_global_batch_size"),
     ("megatron.core.num_microbatches_calculator", "update_num_microbatches"),
     ("megatron.core.rerun_state_machine", "get_rerun_state_machine"),
     ("megatron.core.rerun_state_machine", "RerunStateMachine.should_run_forward_backward"),
@@ -241,8 +242,8 @@ class MegatronLM:
     def _setup_model_and_optimizer(self, *args: Any, **kwargs: Any) -> Any:
         self.setting_up, settings = True, self._args
         require_trainable(settings)
-        if is_rank_zero():
-            warn_of_loader(settings, self._stateful)
+        names = "--dataloader-type external", "args.consumed_train_samples"
+        warn_of_loader(settings, self._stateful, "megatron.install", *names)
         if self.checkpoint is not None:  # restarted within this process
             self.checkpoint.close(CLOSE_SECS)
             self.checkpoint = None
@@ -368,7 +369,7 @@ class MegatronLM:
         ckpt.begin_training()
         self._late_validation.run(ckpt, settings, self._evaluate_and_print_results)
         result = self._original["dummy_train_step"](*args, **kwargs)
-        samples = samples_of_iteration(settings)  # which the loop counts when this returns
+        samples = samples_of_iteration()  # which the loop counts when this returns
         counters = counters_of(settings, self._floating_point_operations)
         if "skipped_train_samples" in counters:
             counters["skipped_train_samples"] += samples

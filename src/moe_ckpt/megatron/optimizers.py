@@ -37,9 +37,12 @@ from moe_ckpt.modeling.optimizer_state import (
     class_name,
     fitted,
     is_state_name,
+    make_tensor,
+    replaced_state,
     require_plain,
     unnameable,
 )
+from moe_ckpt.ports import TensorMeta
 from moe_ckpt.run.options import Options
 from moe_ckpt.stopwatch import Stopwatch
 
@@ -58,7 +61,8 @@ _SCHEDULED = frozenset({"lr", "weight_decay"})
 """What Megatron's scheduler sets in param groups, from settings of its own."""
 _POSITION = frozenset({"num_steps", "step"})
 
-_DISTINCT_STEP = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+TORCH_ADAM = (torch.optim.Adam, torch.optim.AdamW)
+_DISTINCT_STEP = (*TORCH_ADAM, torch.optim.SGD)
 """torch's optimizers keep a step count per parameter (Adam) or none (SGD); Apex's and TE's FusedAdam one per group."""
 
 
@@ -380,23 +384,16 @@ def state_tensors(slot: StateSlot, name: str) -> Iterator[tuple[str, torch.Tenso
         yield key, value
 
 
-def make_state(slot: StateSlot, names: Sequence[str], dtypes: Mapping[str, torch.dtype]) -> None:
-    """Makes the parameter's state have exactly the tensors ``names``; new ones are zero."""
+def make_state(slot: StateSlot, dtypes: Mapping[str, str]) -> None:
+    """Makes the parameter's state have exactly these tensors (name -> dtype); new ones are zero."""
     if slot.updated is None:
         return
-    inner = slot.leaf.optimizer
-    if not names:
-        inner.state.pop(slot.updated, None)
-        return
-    state = inner.state[slot.updated]
-    for key in [key for key in state if key not in names and key != STEP]:
-        del state[key]
-    for key in names:
-        if not isinstance(state.get(key), torch.Tensor):
-            state[key] = torch.zeros_like(slot.updated.detach(), dtype=dtypes[key])
-    if isinstance(inner, (torch.optim.Adam, torch.optim.AdamW)) and STEP not in state:
-        on_device = any(g.get("capturable") or g.get("fused") for g in inner.param_groups)
-        state[STEP] = torch.zeros((), dtype=torch.float32, device=slot.updated.device if on_device else "cpu")
+    inner, updated = slot.leaf.optimizer, slot.updated
+    with replaced_state(inner, updated, (*dtypes, STEP) if dtypes else (), belongs=lambda value: True) as state:
+        for key, dtype in dtypes.items():
+            make_tensor(inner, updated, key, TensorMeta(dtype, tuple(updated.shape)))
+        if dtypes and isinstance(inner, TORCH_ADAM) and STEP not in state:
+            make_tensor(inner, updated, STEP, TensorMeta("F32", (), on_param_device=False))
 
 
 def read_step(optimizer: Any) -> int | None:

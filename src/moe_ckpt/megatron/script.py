@@ -30,6 +30,7 @@ from moe_ckpt.errors import ConfigError, UnsupportedError
 from moe_ckpt.megatron.checkpoint import MegatronCheckpoint, end_iteration, has_updated
 from moe_ckpt.megatron.compat import Wrapped, changed, megatron_core
 from moe_ckpt.megatron.host import Progress, capture_generators
+from moe_ckpt.megatron.world import is_rank_zero
 from moe_ckpt.notices import announce
 
 COUNTED = ("consumed_valid_samples", "skipped_train_samples", "num_floating_point_operations_so_far")
@@ -70,17 +71,22 @@ def require_trainable(settings: Any) -> None:
         )
 
 
-def warn_of_loader(settings: Any, stateful: Collection[str]) -> None:
-    """Warns if the position in the data is not saved.
+def warn_of_loader(settings: Any, stateful: Collection[str], where: str, option: str, position: str) -> None:
+    """Warns on rank 0 if the position in the data is not saved.
 
     Args:
-        stateful: Names of the objects that were given to ``megatron.install``.
+        settings: Those of the data.
+        stateful: Names of the objects that the user gave.
+        where: Function or class that they were given to.
+        option: The setting that means the user's own loader, as the user writes it.
+        position: Name of Megatron's count of the samples consumed.
     """
-    if getattr(settings, "dataloader_type", None) == "external" and not stateful:
+    if getattr(settings, "dataloader_type", None) == "external" and not stateful and is_rank_zero():
         announce(
-            "--dataloader-type external: the loader's position in the data is not saved. Unless your loader begins at "
-            "args.consumed_train_samples, a resumed run trains on data that it has seen: give the loader to "
-            "megatron.install(stateful={'loader': ...}), anything with state_dict and load_state_dict",
+            "%s: the loader's position in the data is not saved. Unless your loader begins at %s, a resumed run trains "
+            "on data that it has seen: give the loader to %s(stateful={'loader': ...}), anything with state_dict and "
+            "load_state_dict",
+            *(option, position, where),
             level=logging.WARNING,
         )
 
@@ -120,14 +126,14 @@ def calculator() -> Any:
     return importlib.import_module("megatron.core.num_microbatches_calculator")
 
 
-def samples_of_iteration(settings: Any) -> int:
-    """Returns the number of samples of the present iteration, on all ranks together.
+def samples_of_iteration() -> int:
+    """Returns the number of samples of the present iteration, on all ranks together."""
+    return int(calculator().get_current_running_global_batch_size())
 
-    Args:
-        settings: Megatron's arguments.
-    """
-    ranks: int = megatron_core().parallel_state.get_data_parallel_world_size()
-    return ranks * int(settings.micro_batch_size * calculator().get_num_microbatches())
+
+def left_out_of_iteration() -> int:
+    """Returns the number of samples by which the present iteration is smaller than the batch size that was set."""
+    return int(calculator().get_current_global_batch_size()) - samples_of_iteration()
 
 
 def rerun_machine() -> Any:
@@ -341,16 +347,12 @@ class StartedIteration:
         if getattr(settings, "qk_clip", False) or getattr(settings, "vision_pretraining", False):
             return False
         is_due = is_validated_after(settings, iteration) and not self._is_validated
-        samples = samples_of_iteration(settings)
+        samples = samples_of_iteration()
         if updated and self._scheduler.num_steps == self._scheduler_steps:
             self._scheduler.step(increment=samples)
         counters = counters_of(settings, operations + self._training.num_floating_point_operations(settings, samples))
         if "skipped_train_samples" in counters:
-            batch, running = (
-                calculator().get_current_global_batch_size(),
-                calculator().get_current_running_global_batch_size(),
-            )
-            counters["skipped_train_samples"] = self._skipped + batch - running
+            counters["skipped_train_samples"] = self._skipped + left_out_of_iteration()
         if is_due:
             counters |= {"consumed_valid_samples": self._validated, DUE: True}
         tokens = end_iteration(ckpt, iteration, self._consumed + samples, counters, updated=updated)

@@ -16,29 +16,26 @@ per group.
 from __future__ import annotations
 
 import argparse
-import errno
 import importlib
 import importlib.util
 import logging
 import os
-import random
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from moe_ckpt.driver.host import Stateful
 from moe_ckpt.errors import ConfigError, MissingPackageError, UnsupportedError
-from moe_ckpt.megatron.compat import look_up, megatron_core, rng_tracker
+from moe_ckpt.megatron.compat import look_up, megatron_core
 from moe_ckpt.megatron.host import Progress, capture_generators, restore_generators
 from moe_ckpt.megatron.inventory import chunks_of, require_halves, unwrapped
-from moe_ckpt.megatron.optimizers import leaves, make_state, read_step, slots, write_step
+from moe_ckpt.megatron.optimizers import TORCH_ADAM, leaves, make_state, read_step, slots, write_step
 from moe_ckpt.megatron.world import from_rank_zero, require_groups
 from moe_ckpt.modeling.optimizer_state import STEP
 
@@ -54,6 +51,14 @@ _METADATA = {
 }
 """Makes Megatron save optimizer state in tensors of the weights' shapes, which can be resharded."""
 _OWN_RNG = "moe_ckpt_rng_state"
+_MEGATRONS_NAMES = {
+    "python": "random_rng_state",
+    "numpy": "np_rng_state",
+    "torch": "torch_rng_state",
+    "cuda": "cuda_rng_state",
+    "tracker": "rng_tracker_states",
+}
+"""Generator, as of ``capture_generators`` -> Megatron's key of its state."""
 
 
 def export_torch_dist(
@@ -220,18 +225,15 @@ def _model_state(chunks: Sequence[nn.Module], metadata: Mapping[str, Any] = _MET
 def _make_directory(path: str) -> None:
     """Makes the directory on rank 0; raises on all ranks if it cannot, or if it is not empty."""
 
-    def made() -> int:
+    def problem() -> str:
         try:
             os.makedirs(path, mode=0o700, exist_ok=True)
-            return errno.ENOTEMPTY if os.listdir(path) else 0
+            return "is not empty: Megatron would overwrite its files. Give a new directory" if os.listdir(path) else ""
         except OSError as error:
-            return error.errno or errno.EIO
+            return f"cannot be made: {error.strerror}. Give another directory"
 
-    problem = from_rank_zero(made, f"make {path}")
-    if problem == errno.ENOTEMPTY:
-        raise ConfigError(f"{path} is not empty: Megatron would overwrite its files. Give a new directory")
-    if problem:
-        raise ConfigError(f"{path} cannot be made: {os.strerror(problem)}. Give another directory")
+    if why := from_rank_zero(problem, f"make {path}"):
+        raise ConfigError(f"{path} {why}")
 
 
 def _require_optimizer(path: str, common: Mapping[str, Any], optimizer: Any) -> None:
@@ -284,30 +286,19 @@ def _filled_cells() -> tuple[Any, Any]:
     """Returns our cell and Megatron's, with the states of the random number generators."""
     ours, *others = _cells()
     megatrons = others[megatron_core().parallel_state.get_expert_model_parallel_world_size() > 1]
-    state = {
-        "random_rng_state": random.getstate(),
-        "np_rng_state": np.random.get_state(),
-        "torch_rng_state": torch.get_rng_state(),
-        "cuda_rng_state": torch.cuda.get_rng_state(),
-        "rng_tracker_states": rng_tracker().get_states(),
-    }
-    ours.data, megatrons.data = capture_generators(), [state]
+    ours.data = capture_generators()
+    states = ours.data | {"cuda": torch.cuda.get_rng_state()}  # Megatron wants one on a CPU, too
+    megatrons.data = [{theirs: states[name] for name, theirs in _MEGATRONS_NAMES.items()}]
     return ours, megatrons
 
 
 def _restore(key: str, stored: Any) -> None:
-    if key == _OWN_RNG:
-        restore_generators(stored)
-        return
-    state = stored[megatron_core().parallel_state.get_data_parallel_rank() if len(stored) > 1 else 0]
-    random.setstate(state["random_rng_state"])
-    np.random.set_state(state["np_rng_state"])
-    torch.set_rng_state(state["torch_rng_state"])
-    torch.cuda.set_rng_state(state["cuda_rng_state"])
-    rng_tracker().set_states(state["rng_tracker_states"])
+    if key != _OWN_RNG:
+        state = stored[megatron_core().parallel_state.get_data_parallel_rank() if len(stored) > 1 else 0]
+        stored = {name: state[theirs] for name, theirs in _MEGATRONS_NAMES.items()}
+    restore_generators(stored)
 
 
-_TORCH_ADAM = (torch.optim.Adam, torch.optim.AdamW)
 SHARDING = "param_state_sharding_type"
 """Megatron's key for the form of a saved distributed optimizer; other optimizers lack it."""
 _LOADERS = {
@@ -367,9 +358,8 @@ def make_loadable(optimizer: Any) -> None:
             continue
         if isinstance(inner, torch.optim.SGD):
             raise UnsupportedError("Megatron's format has no state of SGD under the distributed optimizer. Use Adam.")
-        if isinstance(inner, _TORCH_ADAM) and not slot.state:
-            moments = ("exp_avg", "exp_avg_sq")
-            make_state(slot, moments, dict.fromkeys(moments, torch.float32))
+        if isinstance(inner, TORCH_ADAM) and not slot.state:
+            make_state(slot, dict.fromkeys(("exp_avg", "exp_avg_sq"), "F32"))
 
 
 def load_optimizer(optimizer: Any, loaded: Any) -> None:
@@ -388,7 +378,7 @@ def load_optimizer(optimizer: Any, loaded: Any) -> None:
         else:
             leaf.load_state_dict(state)
     for leaf in leaves(optimizer):
-        if isinstance(leaf.optimizer, _TORCH_ADAM):
+        if isinstance(leaf.optimizer, TORCH_ADAM):
             for group in leaf.optimizer.param_groups:
                 group.pop(STEP, None)  # nothing advances this count
     write_step(optimizer, next(iter(steps), None))

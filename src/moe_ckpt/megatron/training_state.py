@@ -10,7 +10,6 @@ import os
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Set
-from math import prod
 from typing import Any
 
 import torch
@@ -19,7 +18,7 @@ from torch import nn
 
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.format.sealed import FixedStrings
-from moe_ckpt.format.shard import TORCH_DTYPES, dtype_name
+from moe_ckpt.format.shard import dtype_name
 from moe_ckpt.interop import weights
 from moe_ckpt.megatron import optimizers
 from moe_ckpt.megatron.blocks import BlockPart, Placed, placed_blocks
@@ -264,13 +263,10 @@ class MegatronTrainingState:
     def prepare(self, stored: Mapping[str, TensorMeta]) -> None:
         """Gives all trained parameters the same kinds of state, also parameters that ``stored`` does not have now."""
         self._prepared = True
-        kinds: dict[str, torch.dtype] = {}
-        for key, meta in stored.items():
-            state = split_key(key).state
-            if state is not None and state != MASTER:
-                kinds[state] = TORCH_DTYPES[meta.dtype]
+        states = ((split_key(key).state, meta.dtype) for key, meta in stored.items())
+        dtypes = {state: dtype for state, dtype in states if state is not None and state != MASTER}
         for slot in self._slots.values():
-            make_state(slot, sorted(kinds), kinds)
+            make_state(slot, dtypes)
 
     def load_plain(self, plain: Mapping[str, Any]) -> None:
         """Loads the plain state; everything is checked before anything is changed.
@@ -418,10 +414,7 @@ def _tensor(key: str, part: BlockPart, placed: Placed, flat: torch.Tensor, **fla
         flat: Memory; ``placed.first`` is a position in it.
         **flags: Further fields of ``StateTensor``.
     """
-    block = flat[placed.first : placed.first + prod(placed.memory_shape)].view(placed.memory_shape)
-    for axis, (low, length) in enumerate(placed.narrow):
-        block = block.narrow(axis, low, length)
-    return StateTensor(key, part.name, block.permute(placed.order), placed.offsets, part.global_shape, **flags)
+    return StateTensor(key, part.name, placed.view(flat), placed.offsets, part.global_shape, **flags)
 
 
 def _specs(world: World, states: Sequence[tuple[str, str]]) -> Iterator[TensorSpec]:

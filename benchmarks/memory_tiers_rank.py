@@ -42,7 +42,6 @@ from moe_ckpt.run.options import Settings
 from moe_ckpt.session.session import CheckpointSession
 from moe_ckpt.storage import LocalStorage
 from moe_ckpt.storage.lock import StoreLock
-from moe_ckpt.tiers.memory_tier import MemoryTier
 
 RANKS = 2
 """Unless the order says otherwise."""
@@ -130,7 +129,7 @@ class Life:
     def wait(self) -> None:
         """Until nothing is copied, written or sent any more."""
         self.session.drain(self.step)
-        replicator = self.session.tier.replicator if isinstance(self.session.tier, MemoryTier) else None
+        replicator = self.session.tier.replicator
         while replicator is not None and replicator.in_flight:
             time.sleep(0.001)
         if replicator is not None and replicator.lag_steps:
@@ -278,7 +277,7 @@ def sends(order: Mapping[str, Any], rank: int) -> dict[str, list[float]]:
         life.train(0.0)
         life.wait()
     tier = life.session.tier
-    if not isinstance(tier, MemoryTier) or tier.replicator is None:
+    if tier.replicator is None:
         raise RuntimeError("no copies on peers")
     share = _newest_share(tier.files.path, rank)
     plain = _Loopback(rank, share.memory)

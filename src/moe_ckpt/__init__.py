@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from moe_ckpt.modeling.registry import register_moe
     from moe_ckpt.plain.checkpoint import attach
     from moe_ckpt.reading.reader import newest_step
-    from moe_ckpt.tiers.host_tier import release_host_memory
+    from moe_ckpt.tiers.host_memory import release_host_memory
 
 # torch imports pynvml wherever some package has brought it along, and would print this above our first sentence.
 warnings.filterwarnings("ignore", "The pynvml package is deprecated", FutureWarning)
@@ -42,7 +42,7 @@ _HOMES = {
     "load_from_checkpoint": "moe_ckpt.callbacks",
     "newest_step": "moe_ckpt.reading.reader",
     "register_moe": "moe_ckpt.modeling.registry",
-    "release_host_memory": "moe_ckpt.tiers.host_tier",
+    "release_host_memory": "moe_ckpt.tiers.host_memory",
 }
 """Imported on first use, so that the pure parts (policies, simulator, CLI help) load without torch."""
 

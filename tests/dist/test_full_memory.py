@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from moe_ckpt.core.step import Tier
 from moe_ckpt.policies import Dense, MoC
-from moe_ckpt.tiers import host_tier
+from moe_ckpt.tiers import host_memory
 from tests.dist.test_host_tier import EXPERTS, TIMEOUT_SECS, Life, join
 from tests.support.processes import run_ranks
 from tests.support.tensor_reads import tensor_bytes_read
@@ -40,7 +40,7 @@ def body(rank: int, world: int, root: str, fsdp: bool, policy: str):
     for _ in range(2):
         second.train()
     second.session.finish(second.step, lambda: {"plain": second.state.plain()}, save_last=True)
-    assert host_tier.release_host_memory() == 0
+    assert host_memory.release_host_memory() == 0
     sources = {row.source.tier for row in restored.plan.rows()}
     return read, restored.manifest.step, fault.lost_tokens, sources, second.whole()
 

@@ -26,7 +26,7 @@ from moe_ckpt.run.options import Settings
 from moe_ckpt.session.session import CheckpointSession
 from moe_ckpt.storage import LocalStorage
 from moe_ckpt.storage.lock import StoreLock
-from moe_ckpt.tiers import host_tier
+from moe_ckpt.tiers import host_memory
 from tests.dist.test_training_state_fsdp2 import Model, sharded
 from tests.support.processes import PATIENCE_SECS, start_ranks
 from tests.unit.engine_parts import told
@@ -206,7 +206,7 @@ def body_join(third: int, _: int, root: str):
     for _step in range(MORE_STEPS):
         life.train()
     life.session.finish(life.step, lambda: {"plain": life.state.plain()}, save_last=True)
-    assert host_tier.release_host_memory() == 0
+    assert host_memory.release_host_memory() == 0
     return told, life.whole(), life.session.run_ledger.tokens.to_dict()
 
 

@@ -23,7 +23,7 @@ from moe_ckpt.policies import CheckFreq, Dense, MoC, MoEtion
 from moe_ckpt.policies.moevement import MoEvement
 from moe_ckpt.reading.reader import StoreReader, check_checkpoint
 from moe_ckpt.storage import LocalStorage
-from moe_ckpt.tiers import host_tier
+from moe_ckpt.tiers import host_memory
 from tests.integration.crash_run import Run
 from tests.integration.lives import (
     KILLED,
@@ -66,7 +66,7 @@ def alone():
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
-    host_tier.release_host_memory()
+    host_memory.release_host_memory()
     torch.set_num_threads(threads)
 
 
@@ -193,7 +193,7 @@ def test_a_store_that_is_deleted_during_training(policy, place, monkeypatch, cap
     events = {15: lambda: delete_tree(disk.root), 24: fault}
     with pytest.raises(Fault):
         fit(monkeypatch, disk, policy, events, when_busy="wait")
-    host_tier.release_host_memory()
+    host_memory.release_host_memory()
     found = verified(disk.root)
     assert found, "nothing to come back to"
     assert found[0] >= 15

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from moe_ckpt.tiers import host_tier
+from moe_ckpt.tiers import host_memory
 from tests.integration.crash_run import Run, StopHere, build, loaders
 from tests.integration.lives import (
     assert_store_sound,
@@ -22,9 +22,9 @@ FAULT_AT = 7
 
 @pytest.fixture(autouse=True)
 def no_memory_of_other_tests():
-    host_tier.release_host_memory()
+    host_memory.release_host_memory()
     yield
-    host_tier.release_host_memory()
+    host_memory.release_host_memory()
 
 
 def life(run: Run, fault_at: int | None = None) -> list[dict]:
@@ -66,7 +66,7 @@ def fault_and_return(run: Run, *, keep: bool) -> tuple[dict[tuple[int, int], int
         if event["event"] == "batch":
             recount.batch([event])
     if not keep:
-        assert host_tier.release_host_memory() > 0
+        assert host_memory.release_host_memory() > 0
     events = life(run)
     begin = events[0]
     assert begin["step"] == FAULT_AT
@@ -82,7 +82,7 @@ def fault_and_return(run: Run, *, keep: bool) -> tuple[dict[tuple[int, int], int
     assert events[-1]["faults"] == recount.faults
     assert events[-1]["plt"] == recount.lost / recount.routed
     assert_store_sound(run, ended=True)
-    assert host_tier.release_host_memory() == 0, "the run ended well, so its memory is free again"
+    assert host_memory.release_host_memory() == 0, "the run ended well, so its memory is free again"
     return versions, recount, events
 
 
@@ -129,4 +129,4 @@ def test_a_policy_that_saves_everything_comes_back_without_storage(policy, place
     after = {e["index"]: e["loss"] for e in events if e["event"] == "batch"}
     assert after == {index: loss for index, loss in whole.items() if index >= FAULT_AT}
     assert_store_sound(run, ended=True)
-    assert host_tier.release_host_memory() == 0
+    assert host_memory.release_host_memory() == 0

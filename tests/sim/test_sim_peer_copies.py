@@ -45,7 +45,8 @@ def decided(max_in_flight, when_busy, tmp_path):
         try:
             slot = create_slot(tmp_path / "own", 4096)
             run = SimpleNamespace(settings=settings, policy=Dense())
-            room = Room(run, None, SimpleNamespace(replicator=replicator, outlives_process=True), None, None)
+            tier = SimpleNamespace(pool=None, replicator=replicator, outlives_process=True)
+            room = Room(run, tier, None, None)
             backlog = Backlog(settings, SimpleNamespace(rank=1), windows=False)
             for step in range(STEPS):
                 plan = SnapshotPlan(step, MODEL.catalog.everything)

@@ -10,7 +10,7 @@ import pytest
 from moe_ckpt.cli.main import main
 from moe_ckpt.memory.directory import RankDirectory, holder_of
 from moe_ckpt.memory.slot import STARTS_SUFFIX
-from moe_ckpt.tiers import host_tier
+from moe_ckpt.tiers import host_memory
 from tests.support.spoiled import flip
 from tests.unit.test_engine_memory import files, life, slots, train_and_fail, where  # noqa: F401 - a fixture
 from tests.unit.test_engine_memory_only import make_nodes, replicated
@@ -19,7 +19,7 @@ from tests.unit.test_engine_memory_only import make_nodes, replicated
 @pytest.fixture(autouse=True)
 def no_memory_of_other_tests():
     yield
-    host_tier.release_host_memory()
+    host_memory.release_host_memory()
 
 
 def told(capsys, *arguments: str) -> dict:

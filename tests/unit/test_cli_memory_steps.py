@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from moe_ckpt.cli.main import main
 from moe_ckpt.interop.export import export
 from moe_ckpt.policies import Dense, MoC
-from moe_ckpt.tiers import host_tier
+from moe_ckpt.tiers import host_memory
 from tests.support.spoiled import flip
 from tests.support.store_builder import values_at
 from tests.unit.test_engine_memory import files
@@ -21,9 +21,9 @@ from tests.unit.test_engine_memory_only import committed, life, train_and_fail, 
 
 @pytest.fixture(autouse=True)
 def no_memory_of_other_tests():
-    host_tier.release_host_memory()
+    host_memory.release_host_memory()
     yield
-    host_tier.release_host_memory()
+    host_memory.release_host_memory()
 
 
 def answer(capsys, *arguments: str) -> tuple[int, dict]:

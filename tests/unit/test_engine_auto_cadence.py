@@ -12,7 +12,7 @@ from moe_ckpt import Memory
 from moe_ckpt.core import cadence
 from moe_ckpt.policies import Dense
 from moe_ckpt.run.events import StepEnded
-from moe_ckpt.tiers import host_tier
+from moe_ckpt.tiers import host_memory
 from tests.support.bad_disks import SlowDisk
 from tests.unit.engine_parts import Life, ThreadRanks, run_threads
 from tests.unit.test_engine_host_tier import come_back
@@ -26,9 +26,9 @@ WRITE_SECS, ITERATION_SECS = 0.02, 0.005
 @pytest.fixture(autouse=True)
 def often_failing(monkeypatch):
     monkeypatch.setattr(cadence, "PRIOR_MTBF_SECS", PRIOR_SECS)
-    host_tier.release_host_memory()
+    host_memory.release_host_memory()
     yield
-    host_tier.release_host_memory()
+    host_memory.release_host_memory()
 
 
 def one_life(tmp_path, failures: int) -> list[list[StepEnded]]:

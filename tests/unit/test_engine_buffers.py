@@ -10,14 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from moe_ckpt.core.step import Contents, Step
 from moe_ckpt.errors import HostMemoryError
 from moe_ckpt.memory.arena import Buffer
 from moe_ckpt.memory.files import MemoryFiles
 from moe_ckpt.memory.slot import Slot
 from moe_ckpt.tiers import limits
 from moe_ckpt.tiers.buffers import BufferPool, arena_limit
-from moe_ckpt.tiers.host_tier import HostTier
 from moe_ckpt.tiers.limits import available_bytes, default_budget_bytes
+from moe_ckpt.tiers.memory_tier import MemoryTier
 
 BUDGET = 10_000
 PAGE = 4096
@@ -152,12 +153,21 @@ def test_what_cannot_be_unsealed_stays_readable_and_is_never_written_to(tmp_path
 # --- the roles that buffers go through ---
 
 
-def headed(snapshot):
-    return snapshot.header
+def tier_of(pool: BufferPool) -> MemoryTier:
+    """Private memory of a run, in which the header of a snapshot says no more than its step."""
+    run = SimpleNamespace(comm=SimpleNamespace(rank=0), model=None, catalog=None)
+    return MemoryTier(run, "run", 0, "life", pool, lambda snapshot: SimpleNamespace(step=snapshot.step, **HEADER))
 
 
-def snapshot_in(buffer: Buffer, header: SimpleNamespace | None = None) -> SimpleNamespace:
-    return SimpleNamespace(contents=SimpleNamespace(window=None), buffer=buffer, header=header)
+HEADER = {"identity": SimpleNamespace(generation=0), "parts": ()}
+
+
+def snapshot_in(buffer: Buffer, number: int) -> SimpleNamespace:
+    identity = Step("run", "life", 0, number, number)
+    plan = SimpleNamespace(slots=())
+    return SimpleNamespace(
+        identity=identity, contents=Contents(()), step=number, buffer=buffer, buffers=[buffer], plan=plan
+    )
 
 
 class Roles(RuleBasedStateMachine):
@@ -169,7 +179,7 @@ class Roles(RuleBasedStateMachine):
     @initialize(copies=st.integers(1, 5), copied=st.integers(1, 2000))
     def begin(self, copies, copied):
         self.pool = BufferPool(copies * 2200)
-        self.tier = HostTier(0, "run", None, self.pool, headed)
+        self.tier = tier_of(self.pool)
         self.number = 0
         self.snapshots: list[tuple[int, Buffer]] = []
         self.offered = False
@@ -198,9 +208,7 @@ class Roles(RuleBasedStateMachine):
     @rule()
     def write(self):
         number, buffer = self.snapshots[0]
-        self.tier.offer(
-            snapshot_in(buffer, SimpleNamespace(step=number, identity=SimpleNamespace(generation=0), parts=()))
-        )
+        self.tier.offer(snapshot_in(buffer, number))
         self.offered = True
 
     @precondition(lambda self: self.snapshots)
@@ -208,7 +216,7 @@ class Roles(RuleBasedStateMachine):
     def resolve(self, committed):
         """The oldest snapshot ends. One that was not offered (complete, or failed at once) may do either."""
         number, buffer = self.snapshots.pop(0)
-        self.tier.ended(snapshot_in(buffer), committed=committed)
+        self.tier.ended(snapshot_in(buffer, number), committed=committed)
         if committed:
             self.kept = [(number, buffer)] if self.offered else []
         self.offered = False
@@ -225,7 +233,8 @@ class Roles(RuleBasedStateMachine):
         surrendered = self.tier.surrender()
         assert [held.header.step for held in surrendered] == [number for number, _ in self.kept]
         self.pool = BufferPool(self.pool.budget_bytes)
-        self.tier = HostTier(0, "run", None, self.pool, headed, inherited=surrendered)
+        self.tier = tier_of(self.pool)
+        self.tier.take_over(surrendered)
         self.snapshots, self.offered = [], False
 
     @invariant()

@@ -18,12 +18,13 @@ from moe_ckpt.memory.arena import Arena
 from moe_ckpt.memory.files import FoundSlot
 from moe_ckpt.policies import Dense, MoC
 from moe_ckpt.reading.reader import StoreReader
+from moe_ckpt.reading.shared_reading import as_values
 from moe_ckpt.reading.together import DAMAGED, NotUsableError
 from moe_ckpt.recovery.executing import Recovery
 from moe_ckpt.recovery.resume import resume_newest
 from moe_ckpt.storage import LocalStorage
-from moe_ckpt.tiers import host_tier
-from moe_ckpt.tiers.host_tier import as_values
+from moe_ckpt.tiers import host_memory
+from tests.support.replicas import checksum
 from tests.support.store_builder import values_at
 from tests.unit.engine_parts import (
     MODEL,
@@ -43,9 +44,9 @@ EXPERTS = [expert_id(layer, e) for layer in range(2) for e in range(4)]
 
 @pytest.fixture(autouse=True)
 def no_memory_of_other_tests():
-    host_tier.release_host_memory()
+    host_memory.release_host_memory()
     yield
-    host_tier.release_host_memory()
+    host_memory.release_host_memory()
 
 
 def moc(snapshot_k: int = 4) -> MoC:
@@ -109,7 +110,7 @@ def test_what_is_kept_after_a_fault_is_no_tensor_of_the_life_that_failed(tmp_pat
     addresses = {tensor.local.untyped_storage().data_ptr() for tensor in life.state.held.values()}
     del life
     gc.collect()
-    [kept] = [each.tier for each in host_tier._registry if each.root == str(tmp_path)]
+    [kept] = [each.tier for each in host_memory._registry if each.root == str(tmp_path)]
     assert kept.nbytes > 0
     # Tensors of other kinds, such as those that a compiler leaves behind, have no memory.
     tensors = (found for found in gc.get_objects() if type(found) in (torch.Tensor, torch.nn.Parameter))
@@ -137,7 +138,7 @@ def test_the_recovery_buffer_holds_the_newest_commit_and_what_was_only_held(tmp_
                     whole = values_at(step, entry.key, entry.global_shape, torch.float32)
                     block = tuple(slice(o, o + n) for o, n in zip(entry.offsets, entry.shape, strict=True))
                     assert torch.equal(as_values(entry, data), whole[block])
-                assert host_tier.checksum(data) == entry.checksum
+                assert checksum(data) == entry.checksum
             assert held_steps(life) == [step], "and nothing older"
     found = manifests(tmp_path)
     assert [m.step for m in found] == list(range(1, 8))
@@ -244,9 +245,9 @@ def test_a_second_fault_before_the_next_commit_profits_again(tmp_path):
 
 def test_losses_are_as_counted_without_the_host_tier_once_it_is_released(tmp_path):
     train_and_fail(tmp_path)
-    assert host_tier.release_host_memory("/elsewhere") == 0
-    assert host_tier.release_host_memory(LocalStorage(tmp_path).root) > 0
-    assert host_tier.release_host_memory() == 0
+    assert host_memory.release_host_memory("/elsewhere") == 0
+    assert host_memory.release_host_memory(LocalStorage(tmp_path).root) > 0
+    assert host_memory.release_host_memory() == 0
     stored = versions_after([(s, sequential(s - 1)) for s in range(1, 7)])
     with Life(LocalStorage(tmp_path), policy=moc()) as life:
         restored, fault = come_back(life)
@@ -259,7 +260,7 @@ def test_a_run_that_ended_well_keeps_no_memory(tmp_path):
     with Life(LocalStorage(tmp_path), policy=moc()) as life:
         life.go(3)
         life.finish(save_last=False)
-    assert host_tier.release_host_memory() == 0
+    assert host_memory.release_host_memory() == 0
 
 
 def test_a_run_whose_last_checkpoint_failed_keeps_it(tmp_path):
@@ -269,7 +270,7 @@ def test_a_run_whose_last_checkpoint_failed_keeps_it(tmp_path):
         storage.fail_at = 1
         with pytest.raises(SaveFailedError, match="injected"):
             life.finish()
-    assert host_tier.release_host_memory() > 0
+    assert host_memory.release_host_memory() > 0
 
 
 def test_what_another_run_left_is_freed_when_its_directory_is_used_anew(tmp_path):
@@ -278,8 +279,8 @@ def test_what_another_run_left_is_freed_when_its_directory_is_used_anew(tmp_path
     for path in sorted((tmp_path / "a").rglob("*"), reverse=True):
         path.rmdir() if path.is_dir() else path.unlink()
     with Life(LocalStorage(tmp_path / "a"), policy=Dense()):
-        assert [kept.root for kept in host_tier._registry] == [str(tmp_path / "b")], "that of the other store"
-    assert host_tier.release_host_memory(LocalStorage(tmp_path / "a").root) == 0
+        assert [kept.root for kept in host_memory._registry] == [str(tmp_path / "b")], "that of the other store"
+    assert host_memory.release_host_memory(LocalStorage(tmp_path / "a").root) == 0
 
 
 def test_an_older_checkpoint_takes_nothing_from_memory(tmp_path):
@@ -474,7 +475,7 @@ def two_lives(root, before: str, after: str, *, ranks=(2, 2), survivors=None, co
 
     run_threads(ThreadRanks(ranks[0]), train)
     survivors = range(ranks[0]) if survivors is None else survivors
-    host_tier._registry[:] = [r for r in host_tier._registry if r.tier.rank in survivors]
+    host_memory._registry[:] = [r for r in host_memory._registry if r.tier.rank in survivors]
 
     def return_(comm):
         comm = (comms or {}).get(comm.rank, lambda c: c)(comm)
@@ -566,7 +567,7 @@ def test_where_nothing_survived_the_ranks_only_agree_on_that(tmp_path):
             return super().agree(summed, largest)
 
     train_and_fail(tmp_path)
-    host_tier.release_host_memory()
+    host_memory.release_host_memory()
     with Life(LocalStorage(tmp_path), policy=moc(), comm=Counting()) as life:
         come_back(life)
     assert calls == [5, 1, 2, 2, 2], (
@@ -602,7 +603,7 @@ def test_after_such_a_return_training_goes_on_and_commits(tmp_path):
         life.go(4, settle=True)
 
     with ExitStack() as stack:
-        stack.callback(host_tier.release_host_memory)
+        stack.callback(host_memory.release_host_memory)
         first, _ = two_lives(tmp_path, "replicated", "replicated", survivors=[1], during=go_on)
     found = manifests(tmp_path)
     assert [m.step for m in found][-4:] == [7, 8, 9, 10]

@@ -18,19 +18,19 @@ from moe_ckpt.format.shard import SliceEntry
 from moe_ckpt.memory.arena import Arena, Buffer
 from moe_ckpt.policies import Dense, MoC
 from moe_ckpt.policies.base import PolicyContext
+from moe_ckpt.reading.shared_reading import as_values
 from moe_ckpt.recovery.resume import resume_newest
 from moe_ckpt.storage import LocalStorage
-from moe_ckpt.tiers import host_tier
-from moe_ckpt.tiers.host_tier import as_values
+from moe_ckpt.tiers import host_memory
 from tests.support.store_builder import values_at
 from tests.unit.engine_parts import PATIENCE_SECS, GatedStorage, Life, manifests, steps_of_experts, told
 
 
 @pytest.fixture(autouse=True)
 def no_memory_of_other_tests():
-    host_tier.release_host_memory()
+    host_memory.release_host_memory()
     yield
-    host_tier.release_host_memory()
+    host_memory.release_host_memory()
 
 
 @pytest.fixture
@@ -67,9 +67,9 @@ def resume(life: Life):
 
 def test_after_a_fault_only_the_recovery_buffer_is_left(tmp_path, buffers):
     fail(tmp_path)
-    kept = host_tier._registry[0].tier.nbytes
+    kept = host_memory._registry[0].tier.nbytes
     assert nbytes_of(buffers) == kept > 0, "of three buffers one"
-    assert host_tier.release_host_memory() == kept
+    assert host_memory.release_host_memory() == kept
     assert nbytes_of(buffers) == 0
 
 
@@ -84,8 +84,8 @@ def test_a_snapshot_under_way_when_the_fault_came_leaves_nothing_once_its_thread
     del life
     storage.gate.set()
     writer.join(PATIENCE_SECS)
-    assert [held.header.step for held in host_tier._registry[0].tier.holds()] == [5], "what was committed after all"
-    assert nbytes_of(buffers) == host_tier._registry[0].tier.nbytes > 0
+    assert [held.header.step for held in host_memory._registry[0].tier.holds()] == [5], "what was committed after all"
+    assert nbytes_of(buffers) == host_memory._registry[0].tier.nbytes > 0
 
 
 @pytest.mark.parametrize("policy", [MoC(k=1, snapshot_k=4), Dense()], ids=["moc", "dense"])
@@ -95,7 +95,7 @@ def test_many_runs_that_end_well_leave_nothing(tmp_path, buffers, policy):
             life.go(3)
             life.finish()
         del life
-    assert host_tier._registry == []
+    assert host_memory._registry == []
     assert nbytes_of(buffers) == 0
 
 
@@ -103,8 +103,8 @@ def test_many_runs_that_fail_in_stores_of_their_own_leave_the_memory_of_the_last
     """As in a search over hyperparameters, whose trials are ended by an exception."""
     for number in range(4):
         fail(tmp_path / str(number))
-        assert [r.root for r in host_tier._registry] == [LocalStorage(tmp_path / str(number)).root]
-    assert nbytes_of(buffers) == host_tier._registry[0].tier.nbytes
+        assert [r.root for r in host_memory._registry] == [LocalStorage(tmp_path / str(number)).root]
+    assert nbytes_of(buffers) == host_memory._registry[0].tier.nbytes
 
 
 def test_another_run_in_between_costs_a_run_its_memory_only_if_it_fails_too(tmp_path):
@@ -134,7 +134,7 @@ def test_two_runs_at_a_time_both_keep_theirs(tmp_path):
 
 def test_a_buffer_of_an_earlier_life_with_a_larger_budget_is_not_used_again(tmp_path):
     fail(tmp_path)
-    size = host_tier._registry[0].tier.nbytes
+    size = host_memory._registry[0].tier.nbytes
     settings = {"host_memory_bytes": int(size * 0.7), "when_busy": "wait"}
     with Life(LocalStorage(tmp_path), policy=MoC(k=1), **settings) as life:
         resume(life)
@@ -173,7 +173,7 @@ def test_what_only_memory_had_is_at_risk_until_storage_has_it(tmp_path):
         stored = {op: record.step for op, record in manifests(tmp_path)[-1].operators.items()}
         lacking = int(((5 - steps_of_experts(stored)) * life.counts).sum())
         assert life.session.run_ledger.ledger.at_risk.tokens == lacking > 0
-    host_tier.release_host_memory()
+    host_memory.release_host_memory()
     with Life(LocalStorage(tmp_path), policy=MoC(k=1, snapshot_k=4)) as life:
         assert resume(life).lost_tokens == lacking, "and that is what it would have cost"
         assert life.session.run_ledger.ledger.at_risk.tokens == 0
@@ -267,11 +267,11 @@ def test_giving_up_the_recovery_buffer_leaves_what_may_be_committed_next(tmp_pat
     with Life(storage, policy=MoC(k=1, snapshot_k=4)) as life:
         life.go(4, settle=True)
         tier = life.session.tier
-        held, tier._kept = tier._kept, None
-        tier._offered = held
+        [entry] = tier._entries.values()
+        entry.complete, entry.on_storage, entry.readers = None, False, 1  # as before it was committed
         assert not tier.drop()
-        assert tier.nbytes == held.slot.room.nbytes, "storage may have it by now"
-        tier.ended(SimpleNamespace(buffer=held.slot.room), committed=True)
+        assert tier.nbytes == entry.buffers[-1].nbytes, "storage may have it by now"
+        tier.ended(SimpleNamespace(identity=entry.identity, contents=entry.contents), committed=True)
         assert tier.drop()
         assert tier.nbytes == 0
 

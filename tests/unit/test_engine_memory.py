@@ -31,7 +31,7 @@ from moe_ckpt.memory.left_slots import SlotChecker
 from moe_ckpt.memory.slot import Slot
 from moe_ckpt.policies import Dense, MoC
 from moe_ckpt.storage import LocalStorage
-from moe_ckpt.tiers import host_memory, host_tier, limits
+from moe_ckpt.tiers import host_memory, limits
 from tests.support.deleting import delete_tree
 from tests.support.slots import create_slot
 from tests.support.spoiled import bytes_of, files_of_slots, spoil_experts, spoil_slot
@@ -43,9 +43,9 @@ EVERYTHING_AT_6 = dict.fromkeys(ALL, 6)
 
 @pytest.fixture(autouse=True)
 def no_memory_of_other_tests():
-    host_tier.release_host_memory()
+    host_memory.release_host_memory()
     yield
-    host_tier.release_host_memory()
+    host_memory.release_host_memory()
 
 
 @pytest.fixture
@@ -139,7 +139,7 @@ def test_a_clean_end_leaves_nothing(where):
 def test_memory_that_is_not_wanted_any_more_is_released(where):
     train_and_fail(where)
     held = sum(path.stat().st_size for path in files_of_slots(where[1]))
-    assert 0 < host_tier.release_host_memory(where[0]) <= held
+    assert 0 < host_memory.release_host_memory(where[0]) <= held
     assert files(where[1]) == []
 
 

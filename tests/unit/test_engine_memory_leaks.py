@@ -11,7 +11,7 @@ import pytest
 from moe_ckpt import Memory
 from moe_ckpt.policies import Dense
 from moe_ckpt.storage import LocalStorage
-from moe_ckpt.tiers import host_tier
+from moe_ckpt.tiers import host_memory
 from tests.support.spoiled import files_of_slots
 from tests.unit.engine_parts import Life, ThreadRanks, run_threads
 from tests.unit.test_engine_host_tier import come_back
@@ -61,5 +61,5 @@ def test_crashes_leave_nothing_behind(tmp_path, caplog, rounds, replicas):
     for now, what in zip(zip(*settled, strict=True), ("slots", "descriptors", "threads"), strict=True):
         assert max(now[len(now) // 2 :]) <= max(now[: len(now) // 2]) + 4, f"{what} grow: {now}"
     assert resident_kib() < resident + 20_000
-    host_tier.release_host_memory()
+    host_memory.release_host_memory()
     assert not [path for node in nodes for path in files_of_slots(node)]

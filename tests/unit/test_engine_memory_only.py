@@ -29,7 +29,7 @@ from moe_ckpt.policies import Dense, MoC
 from moe_ckpt.policies.moevement import MoEvement
 from moe_ckpt.run.events import StepRecord
 from moe_ckpt.storage import LocalStorage, Storage
-from moe_ckpt.tiers import host_tier
+from moe_ckpt.tiers import host_memory
 from tests.support.bad_disks import SmallDisk
 from tests.support.deleting import delete_tree
 from tests.support.spoiled import blank, flip
@@ -52,9 +52,9 @@ RARELY = 100
 
 @pytest.fixture(autouse=True)
 def no_memory_of_other_tests():
-    host_tier.release_host_memory()
+    host_memory.release_host_memory()
     yield
-    host_tier.release_host_memory()
+    host_memory.release_host_memory()
 
 
 @pytest.fixture

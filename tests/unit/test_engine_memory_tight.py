@@ -12,7 +12,7 @@ from moe_ckpt.commit.room import Room
 from moe_ckpt.core.step import Contents, Step
 from moe_ckpt.policies import Dense, MoC, MoEvement
 from moe_ckpt.storage import LocalStorage
-from moe_ckpt.tiers import host_tier
+from moe_ckpt.tiers import host_memory
 from tests.support.waiting import retry_until
 from tests.unit.engine_parts import Life, ThreadCommunicator, ThreadRanks, manifests, run_threads
 
@@ -24,9 +24,9 @@ BEHIND = {"dense": 3, "moc": 3, "windows": 9}
 
 @pytest.fixture(autouse=True)
 def no_memory_of_other_tests():
-    host_tier.release_host_memory()
+    host_memory.release_host_memory()
     yield
-    host_tier.release_host_memory()
+    host_memory.release_host_memory()
 
 
 def trained(root: Path, name: str, steps: int, replicas: int = 0, **settings: Any) -> list[Life]:

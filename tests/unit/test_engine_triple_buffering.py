@@ -15,11 +15,11 @@ from moe_ckpt.format.manifest import parse_step_dir
 from moe_ckpt.ledger.retention import RetentionPolicy
 from moe_ckpt.policies import MoC
 from moe_ckpt.reading.reader import StoreReader, check_checkpoint, choose
+from moe_ckpt.reading.shared_reading import as_values
 from moe_ckpt.storage import LocalStorage
 from moe_ckpt.testing import FaultyStorage
-from moe_ckpt.tiers import host_tier
+from moe_ckpt.tiers import host_memory
 from moe_ckpt.tiers.buffers import BufferPool
-from moe_ckpt.tiers.host_tier import as_values
 from tests.support.store_builder import values_at
 from tests.support.waiting import retry_until
 from tests.unit.engine_parts import (
@@ -42,7 +42,7 @@ POISON = 0xFF
 @pytest.fixture(autouse=True)
 def no_memory_left():
     yield
-    host_tier.release_host_memory()
+    host_memory.release_host_memory()
 
 
 class SlowStorage(LocalStorage):
@@ -76,7 +76,8 @@ def poisoned(monkeypatch):
 def assert_recovery_buffer_is_of_one_step(life: Life) -> int:
     """Every slice has the values of the step it says; returns the step, 0 if nothing is held."""
     with life.session.tier._lock:  # or it may rightly become another one meanwhile
-        held = life.session.tier._kept
+        committed = {number for number, entry in life.session.tier._entries.items() if entry.complete}
+        [held] = [life.session.tier._entries[number].slot for number in committed] or [None]
         step = 0 if held is None else held.header.step
         for entry, data in () if held is None else slices_of(held):
             if entry.operator:

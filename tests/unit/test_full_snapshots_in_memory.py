@@ -18,7 +18,7 @@ from moe_ckpt.memory.files import FoundSlot
 from moe_ckpt.policies import Dense, MoC, MoEtion, MoEvement
 from moe_ckpt.reading.reader import StoreReader
 from moe_ckpt.storage import LocalStorage
-from moe_ckpt.tiers import host_memory, host_tier
+from moe_ckpt.tiers import host_memory
 from tests.support.tensor_reads import tensor_bytes_read
 from tests.unit.engine_parts import (
     ALL,
@@ -49,9 +49,9 @@ FULL = {
 
 @pytest.fixture(autouse=True)
 def no_memory_of_other_tests():
-    host_tier.release_host_memory()
+    host_memory.release_host_memory()
     yield
-    host_tier.release_host_memory()
+    host_memory.release_host_memory()
 
 
 SIDE_NBYTES = 12
@@ -88,7 +88,7 @@ def test_after_a_fault_in_this_process_no_tensor_is_read_from_storage(tmp_path, 
 def test_without_that_memory_storage_is_read(tmp_path, caplog):
     """The count can fail."""
     train_and_fail(tmp_path, policy=Dense())
-    host_tier.release_host_memory()
+    host_memory.release_host_memory()
     with Life(LocalStorage(tmp_path), policy=Dense()) as life, caplog.at_level(logging.INFO, "moe_ckpt"):
         with tensor_bytes_read() as read:
             come_back(life)
@@ -167,7 +167,7 @@ def size_of(root, policy) -> int:
 def test_it_costs_no_checkpoint_and_no_wait(tmp_path, policy, room, when_busy, caplog):
     """With room for one, two or three: what begins and what waits is what would without a recovery buffer."""
     size = size_of(tmp_path / "probe", policy)
-    host_tier.release_host_memory()
+    host_memory.release_host_memory()
     seen = {}
     for kept in (True, False):
         storage = GatedStorage(tmp_path / str(kept))
@@ -221,13 +221,13 @@ def test_without_anything_to_give_up_that_is_an_error(tmp_path, monkeypatch):
 def test_the_next_life_has_as_much_room_as_the_one_before(tmp_path, monkeypatch):
     """Half of what is free, to which what the life before left here counts: a run that fitted fits again."""
     size = size_of(tmp_path, Dense())
-    host_tier.release_host_memory()
+    host_memory.release_host_memory()
     free = 2 * size + 64
     asked = []
 
     def half(local_ranks, left_bytes=0):
         asked.append(left_bytes)
-        kept = sum(r.tier.nbytes for r in host_tier._registry)
+        kept = sum(r.tier.nbytes for r in host_memory._registry)
         return (free - kept + left_bytes) // 2 // local_ranks
 
     monkeypatch.setattr(host_memory, "default_budget_bytes", half)
@@ -246,9 +246,9 @@ def test_the_next_life_has_as_much_room_as_the_one_before(tmp_path, monkeypatch)
 def test_a_run_on_another_store_gets_the_memory_of_what_its_storage_has_too(tmp_path):
     train_and_fail(tmp_path / "dense", policy=Dense())
     train_and_fail(tmp_path / "moc", policy=MoC(k=1, snapshot_k=4))
-    assert [r.root for r in host_tier._registry] == [str(tmp_path / "moc")]
+    assert [r.root for r in host_memory._registry] == [str(tmp_path / "moc")]
     with Life(LocalStorage(tmp_path / "third"), policy=Dense()):
-        assert [r.root for r in host_tier._registry] == [str(tmp_path / "moc")], "it has what is lost"
+        assert [r.root for r in host_memory._registry] == [str(tmp_path / "moc")], "it has what is lost"
 
 
 # --- several ranks ---
@@ -276,7 +276,7 @@ def return_of(root, before, after, ranks, survivors, policy):
         ThreadRanks(ranks[0]),
         lambda comm: train_and_fail(root, policy=policy, comm=comm, change=LAYOUTS[before](comm.rank, ranks[0])),
     )
-    host_tier._registry[:] = [r for r in host_tier._registry if r.tier.rank in survivors]
+    host_memory._registry[:] = [r for r in host_memory._registry if r.tier.rank in survivors]
 
     def return_(comm):
         with Life(LocalStorage(root), policy=policy, comm=comm) as life:

@@ -19,7 +19,7 @@ from moe_ckpt.policies import Dense
 from moe_ckpt.ports import StateTensor, TensorSpec
 from moe_ckpt.slices.local_state import ExpectedShare
 from moe_ckpt.storage import LocalStorage
-from moe_ckpt.tiers import host_tier, limits
+from moe_ckpt.tiers import host_memory, limits
 from moe_ckpt.tiers.buffers import BufferPool
 from moe_ckpt.tiers.limits import CGROUP, MACHINE, LimitedSlots, RoomNeeded, requires_room, say_room
 from tests.unit.engine_parts import Life, ThreadRanks, catalog, run_threads
@@ -28,9 +28,9 @@ from tests.unit.engine_parts import Life, ThreadRanks, catalog, run_threads
 @pytest.fixture(autouse=True)
 def nothing_said(monkeypatch):
     monkeypatch.setattr(limits, "_said", set())
-    host_tier.release_host_memory()
+    host_memory.release_host_memory()
     yield
-    host_tier.release_host_memory()
+    host_memory.release_host_memory()
 
 
 @pytest.mark.parametrize(

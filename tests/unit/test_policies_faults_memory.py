@@ -23,7 +23,7 @@ from moe_ckpt.policies import Guarded, MoC, MoEtion
 from moe_ckpt.policies.selectors import SELECTORS
 from moe_ckpt.run.run_ledger import InFlight, RunLedger, places
 from moe_ckpt.storage import LocalStorage
-from moe_ckpt.tiers import host_tier
+from moe_ckpt.tiers import host_memory
 from tests.unit.builders import memory, with_facts
 from tests.unit.engine_parts import Life
 from tests.unit.test_engine_host_tier import come_back
@@ -278,7 +278,7 @@ def test_these_runs_lose_more_without_a_budget():
 @pytest.fixture
 def no_memory_left():
     yield
-    host_tier.release_host_memory()
+    host_memory.release_host_memory()
 
 
 @pytest.mark.parametrize("every", [1000, 3])

@@ -14,8 +14,7 @@ from moe_ckpt.errors import MemoryFullError
 from moe_ckpt.peers.store import Extents, Incoming, ReplicaStore
 from moe_ckpt.slices.checksums import digests_of
 from moe_ckpt.slices.snapshot import Mirror
-from moe_ckpt.tiers.host_tier import checksum
-from tests.support.replicas import slot_header
+from tests.support.replicas import checksum, slot_header
 
 SIZES = {"a": 5, "b": 40, "c": 8, "d": 100}
 

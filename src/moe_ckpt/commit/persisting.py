@@ -39,7 +39,7 @@ from moe_ckpt.slices.writing import (
     write_share,
 )
 from moe_ckpt.threads import ThreadName, named_thread
-from moe_ckpt.tiers.host_tier import BufferTier
+from moe_ckpt.tiers.memory_tier import MemoryTier
 
 log = logging.getLogger("moe_ckpt")
 
@@ -240,7 +240,7 @@ class SnapshotResolver:
         checker: Takes checksums.
     """
 
-    def __init__(self, run: RunContext, committer: Committer | None, tier: BufferTier, checker: Checker) -> None:
+    def __init__(self, run: RunContext, committer: Committer | None, tier: MemoryTier, checker: Checker) -> None:
         self._storage, self._checker = run.storage, checker
         self._comm = run.comm
         self._committer = committer

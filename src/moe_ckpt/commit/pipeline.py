@@ -33,8 +33,7 @@ from moe_ckpt.slices.copying import Copier, Copy
 from moe_ckpt.slices.local_state import MirroredShares
 from moe_ckpt.slices.snapshot import Encode, Snapshot, copy_at_once, placed
 from moe_ckpt.threads import ThreadName
-from moe_ckpt.tiers import host_tier
-from moe_ckpt.tiers.host_memory import HostMemory
+from moe_ckpt.tiers.host_memory import leave
 from moe_ckpt.tiers.limits import requires_room
 from moe_ckpt.tiers.memory_tier import MemoryTier
 from moe_ckpt.tiers.sealing import MemorySealer
@@ -50,15 +49,13 @@ class Pipeline:
 
     Args:
         run: The session's context.
-        run_id: Names the run that the store belongs to.
-        memory: Host memory, which is open.
+        tier: Keeps snapshots in memory.
         committer: Commits, on rank 0; None elsewhere.
 
     Attributes:
-        run_id: As given.
         generation: Life of the run, which names step directories.
         committer: As given.
-        tier: Keeps snapshots in memory.
+        tier: As given.
         memory: The tier, if the snapshots that it keeps outlive the process.
         compiler: Turns contents into what this rank copies and writes.
         snapshot_bytes: The most bytes that one snapshot of this rank may have.
@@ -68,12 +65,11 @@ class Pipeline:
         next_number: The number of the next snapshot.
     """
 
-    def __init__(self, run: RunContext, run_id: str, memory: HostMemory, committer: Committer | None) -> None:
+    def __init__(self, run: RunContext, tier: MemoryTier, committer: Committer | None) -> None:
         rank = run.comm.rank
-        self.run_id, self._life, self.next_number = run_id, memory.life, 0
-        self.generation, self.committer = memory.generation, committer
-        self.tier, self._pool, self._root = memory.tier, memory.pool, run.storage.root
-        self.memory = memory.tier if isinstance(memory.tier, MemoryTier) else None
+        self.tier, self._pool, self._root = tier, tier.pool, run.storage.root
+        self.memory = tier if tier.outlives_process else None
+        self.generation, self.committer, self.next_number = tier.generation, committer, 0
         self.compiler = PlanCompiler(run.catalog, run.placement, rank, run.comm.world_size)
         if self.memory is not None and self.memory.replicator is not None:
             replicator = self.memory.replicator
@@ -94,7 +90,7 @@ class Pipeline:
                 sealer = MemorySealer(run, self.memory, self.persister.submit, self._checker)
                 self.first = SnapshotThread(ThreadName.SEAL, sealer.resolve)
                 threads.append(self.first)
-            self.room = Room(run, self._pool, self.tier, self.first, self.persister, require=require)
+            self.room = Room(run, self.tier, self.first, self.persister, require=require)
         except BaseException:  # no thread to be had, for instance
             for thread in threads:
                 thread.close(_IDLE_SECS)
@@ -108,7 +104,7 @@ class Pipeline:
 
     def identify(self, step: int) -> Step:
         """Returns the identity of the next snapshot."""
-        return Step(self.run_id, self._life, self.generation, step, self.next_number)
+        return Step(self.tier.run_id, self.tier.life, self.generation, step, self.next_number)
 
     def begin(
         self,
@@ -299,7 +295,7 @@ class Pipeline:
                 self._checker.close()
             finally:
                 self._copier.close()
-                host_tier.leave(self.tier, self._root, keep=keep)
+                leave(self.tier, self._root, keep=keep)
         return ended
 
 

@@ -19,8 +19,8 @@ from moe_ckpt.memory.arena import Buffer
 from moe_ckpt.policies.base import needs_of
 from moe_ckpt.run.context import RunContext
 from moe_ckpt.slices.local_state import ExpectedShare
-from moe_ckpt.tiers.buffers import BufferPool, WorkThread
-from moe_ckpt.tiers.host_tier import BufferTier
+from moe_ckpt.tiers.buffers import WorkThread
+from moe_ckpt.tiers.memory_tier import MemoryTier
 
 log = logging.getLogger("moe_ckpt")
 
@@ -40,8 +40,7 @@ class Room:
 
     Args:
         run: The session's context.
-        pool: Lends the buffers.
-        tier: Keeps snapshots in the buffers.
+        tier: Lends the buffers, and keeps snapshots in them.
         first: The thread that takes each snapshot first.
         persister: The thread that writes to storage.
         require: Called before memory is made for what survivors of a failure seal; see ``BufferPool.acquire``.
@@ -53,15 +52,14 @@ class Room:
     def __init__(
         self,
         run: RunContext,
-        pool: BufferPool,
-        tier: BufferTier,
+        tier: MemoryTier,
         first: SnapshotThread,
         persister: SnapshotThread,
         *,
         require: Callable[[int], None] | None = None,
     ) -> None:
         self._run, self._settings, needs = run, run.settings, needs_of(run.policy)
-        self._pool, self._tier, self._require = pool, tier, require
+        self._pool, self._tier, self._require = tier.pool, tier, require
         self._first, self._persister = first, persister
         self._always_whole = not (needs.partial or needs.windows or needs.gradients)
         self._takes_long = tier.outlives_process or run.settings.pinned  # else the copying thread makes the pages

@@ -23,7 +23,6 @@ from moe_ckpt.recovery.replay import Plain, StepSource
 from moe_ckpt.run.agreement import Deferred, StepTokens
 from moe_ckpt.run.options import Options
 from moe_ckpt.session.session import CheckpointSession
-from moe_ckpt.tiers.memory_tier import MemoryTier
 
 _REFUSED = {
     "use_ring_exchange_p2p": "sends by a function that torch.distributed does not have, so that nothing can be logged",
@@ -93,7 +92,7 @@ class PipelineStage(LocalizedRecovery):
 
     def open(self, session: CheckpointSession) -> None:
         tier, comm = session.tier, session.comm
-        if not isinstance(tier, MemoryTier):
+        if not tier.outlives_process:
             raise ConfigError("Memory(upstream_bytes=...): there is no memory that outlives the process")
         self._tier, files = tier, tier.files
         life = files.run_id, files.life, files.generation

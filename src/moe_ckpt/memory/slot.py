@@ -32,15 +32,19 @@ _MOST_HEADER_NBYTES = 4 * MAX_HEADER_BYTES
 
 
 class Slot:
-    """Mapped bytes of a file, until ``remove``.
+    """Mapped bytes of a file, until ``remove``; or a room of private memory, which ends with the process.
+
+    A private slot has no files, so that there is nothing to rename or delete, and no starts are counted: those within
+    one process are counted by the program that restarts training.
 
     Not safe for use from several threads at once, nor in a forked child, which has zeros in place of the bytes.
 
     Args:
-        path: Of the slot's files, without a suffix.
+        path: Of the slot's files, without a suffix; of private memory a name for people.
         memory: ``[nbytes]`` uint8, the mapped bytes.
         file: Identity of the file that has the bytes; None for private memory.
-        room: Room of an arena that ``remove`` gives back; None if the room is another object's to give back.
+        room: Room of an arena that ``remove`` gives back; None if the room is another object's to give back. That of a
+            private slot is the owner's to give back.
         pages: Map the bytes for this slot alone; None for a room of this life's arenas.
     """
 
@@ -53,7 +57,7 @@ class Slot:
         pages: Pages | None = None,
     ) -> None:
         self.path, self.memory, self.file = path, memory, file
-        self._room, self._pages = room, pages
+        self.room, self._pages = room, pages
 
     @classmethod
     def of(cls, path: Path, room: Buffer, *, frees: bool = False) -> Slot:
@@ -98,7 +102,7 @@ class Slot:
             ValueError: Another room has some of the bytes.
         """
         if self.file == arena.identity:
-            self._room = arena.adopt(data_of(self.path)[1], self.memory.numel())
+            self.room = arena.adopt(data_of(self.path)[1], self.memory.numel())
 
     def seal(self, header: bytes) -> None:
         """Seals the slot: later processes may read it from now on, and its bytes must not change any more.
@@ -143,7 +147,7 @@ class Slot:
 
     def remove(self) -> None:
         """Deletes the slot's files; an error is a warning. ``memory`` of an earlier life stays while it is used."""
-        room, self._room = self._room, None
+        room, self.room = self.room, None
         if not remove_files(self.path) or room is None or room.arena is None:
             return
         if self._pages is None:
@@ -165,6 +169,8 @@ class Slot:
 
     def note_start(self) -> None:
         """Counts one more start that resumes from the slot; an error is a warning."""
+        if self.file is None:
+            return
         flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
             with open(PRIVATE.create(str(self.path.with_suffix(STARTS_SUFFIX)), flags), "ab") as file:
@@ -180,36 +186,6 @@ class Slot:
     def forget_starts(self) -> None:
         """Sets the count of starts to 0."""
         forget_starts(self.path)
-
-
-class PrivateSlot(Slot):
-    """A room of private memory, which ends with the process: the slot has no files.
-
-    Args:
-        name: Says what the slot holds, for people.
-        room: Of the bytes.
-    """
-
-    def __init__(self, name: str, room: Buffer) -> None:
-        super().__init__(Path(name), room.memory, None)
-        self.room = room
-
-    def quarantine(self) -> None:
-        """Does nothing: there is no file to rename."""
-
-    @property
-    def starts(self) -> int:
-        """Returns 0: starts within one process are counted by the program that restarts training."""
-        return 0
-
-    def note_start(self) -> None:
-        """Does nothing: see ``starts``."""
-
-    def withdraw_start(self) -> None:
-        """Does nothing: see ``starts``."""
-
-    def forget_starts(self) -> None:
-        """Does nothing: see ``starts``."""
 
 
 def data_of(path: Path) -> tuple[Path, int]:

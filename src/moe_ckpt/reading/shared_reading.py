@@ -22,6 +22,7 @@ import numpy as np
 import torch
 import xxhash
 
+from moe_ckpt.format.shard import TORCH_DTYPES, SliceEntry
 from moe_ckpt.memory.directory import boot_id
 from moe_ckpt.ports import Communicator, StateTensor
 from moe_ckpt.reading.index import StoredSlice
@@ -38,7 +39,6 @@ from moe_ckpt.reading.reading_shares import (
 )
 from moe_ckpt.reading.restore import StoredByKey, Targets, targets_of, write_slice, write_targets
 from moe_ckpt.reading.together import NotUsableError, raise_on_all_ranks, together
-from moe_ckpt.tiers.host_tier import as_values, checksum
 
 log = logging.getLogger("moe_ckpt")
 
@@ -322,7 +322,10 @@ class _Handing:
             self.problem = self.problem or part.slices[0].damaged(f"rank {part.reader} could not read it")
             return
         for stored, received in part.blocks(data):
-            if part.reader != self._comm.rank and checksum(received) != stored.entry.checksum:
+            if (
+                part.reader != self._comm.rank
+                and xxhash.xxh3_64_intdigest(received.numpy().data) != stored.entry.checksum
+            ):
                 log.warning(
                     "slice %s of %s did not arrive from rank %d as it was written; it is read from storage",
                     *(stored.entry.name, stored.path, part.reader),
@@ -331,3 +334,15 @@ class _Handing:
             values = as_values(stored.entry, received)
             self.attempt(partial(write_slice, stored, values, self.targets.get(stored, ())))
             self.done.add(stored)
+
+
+def _is_as_written(stored: StoredSlice, data: torch.Tensor) -> bool:
+    return xxhash.xxh3_64_intdigest(data.numpy().data) == stored.entry.checksum
+
+
+def as_values(entry: SliceEntry, data: torch.Tensor) -> torch.Tensor:
+    """Returns the bytes of a slice as a tensor of its type and shape: a view, or a copy if they are not aligned."""
+    dtype = TORCH_DTYPES[entry.dtype]
+    if data.data_ptr() % dtype.itemsize or data.storage_offset() % dtype.itemsize:
+        data = data.clone()
+    return data.view(dtype).view(entry.shape)

@@ -45,7 +45,6 @@ from moe_ckpt.recovery.executing import Admits, Opener, OpenLog, Recovery, Resto
 from moe_ckpt.recovery.recovery_plan import first_choice
 from moe_ckpt.run.documents import end_reading_ahead
 from moe_ckpt.storage.base import Storage
-from moe_ckpt.tiers.host_tier import HostTier
 from moe_ckpt.tiers.memory_tier import MemoryTier
 
 _DIVERGED = (
@@ -74,7 +73,7 @@ def resume_newest(
     storage: Storage,
     comm: Communicator,
     state: TrainingState,
-    tier: HostTier | MemoryTier | None = None,
+    tier: MemoryTier | None = None,
     admits: Admits | None = None,
     *,
     on_read_error: str = "stop",

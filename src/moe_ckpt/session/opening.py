@@ -32,8 +32,7 @@ from moe_ckpt.run.context import RunContext
 from moe_ckpt.run.documents import read_header, read_manifest
 from moe_ckpt.storage.base import ReadableStorage, Storage
 from moe_ckpt.storage.lock import StoreLock
-from moe_ckpt.tiers import host_tier
-from moe_ckpt.tiers.host_memory import open_memory
+from moe_ckpt.tiers.host_memory import leave, open_memory
 
 log = logging.getLogger("moe_ckpt")
 
@@ -192,10 +191,10 @@ def open_pipeline(run: RunContext) -> Pipeline:
     Where that fails, the lock is held on: ``StoreLock.release`` must follow.
     """
     run_id, generation, keeper = open_store(run.storage, run.catalog, run.comm, run.lock, run.settings.retention)
-    memory = open_memory(run, run_id, generation)
+    tier = open_memory(run, run_id, generation)
     try:
-        run.comm.enter(memory.generation)
-        return Pipeline(run, run_id, memory, None if keeper is None else Committer(run, keeper))
+        run.comm.enter(tier.generation)
+        return Pipeline(run, tier, None if keeper is None else Committer(run, keeper))
     except BaseException:
-        host_tier.leave(memory.tier, run.storage.root, keep=True)  # no pipeline will
+        leave(tier, run.storage.root, keep=True)  # no pipeline will
         raise

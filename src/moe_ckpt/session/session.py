@@ -40,7 +40,6 @@ from moe_ckpt.session.snapshotting import Capture, Snapshotter
 from moe_ckpt.slices.assignment import ComputeTypes
 from moe_ckpt.slices.snapshot import Encode, plain_of
 from moe_ckpt.stopwatch import Since, Stopwatch, timed
-from moe_ckpt.tiers.host_tier import HostTier
 from moe_ckpt.tiers.memory_tier import MemoryTier
 
 log = logging.getLogger("moe_ckpt")
@@ -120,7 +119,7 @@ class CheckpointSession:
                     catalog=run.catalog,
                     placement=run.placement,
                     policy=run.policy.describe(),
-                    run_id=pipeline.run_id,
+                    run_id=pipeline.tier.run_id,
                     generation=pipeline.generation,
                     ranks=ranks,
                     ranks_per_node=min(settings.local_ranks, ranks),
@@ -247,7 +246,7 @@ class CheckpointSession:
         return self._snapshots.opened is not None
 
     @property
-    def tier(self) -> HostTier | MemoryTier:
+    def tier(self) -> MemoryTier:
         """Returns the tier in memory; it has checkpoints of an earlier session until the first one of this session."""
         return self._snapshots.pipeline.tier
 
@@ -470,7 +469,7 @@ class CheckpointSession:
         """Waits for snapshots under way, not too long, and ends the threads. A second call has no effect.
 
         Unless ``finish`` was called, training has failed: the recovery buffer stays in this process's memory for the
-        next session on the same store (see ``tiers.host_tier``).
+        next session on the same store (see ``tiers.host_memory``).
         """
         secs = self._run.settings.timeout_secs if timeout_secs is None else timeout_secs
         self._leave(secs)

@@ -1,32 +1,36 @@
-"""Opens the host memory of a session: the pool that snapshots are copied into, and the tier that keeps them."""
+"""Begins and ends the host memory of a session: the pool that snapshots are copied into, and the tier that keeps them.
+
+A session that fails leaves its tier to the next one on the same store in this process.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import secrets
 import shlex
+import threading
 from collections.abc import Callable, Mapping
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from moe_ckpt.comm.communicator import largest
 from moe_ckpt.errors import LARGER_FILE_SYSTEM, ConfigError, MoECheckpointError, StoreError, StoreUnwritableError
 from moe_ckpt.memory.cgroups import cgroup_bytes
-from moe_ckpt.memory.directory import node_of, run_directory
+from moe_ckpt.memory.directory import RankDirectory, node_of, run_directory
 from moe_ckpt.memory.files import MemoryFiles, left_bytes, newest_generation, sweep
 from moe_ckpt.memory.left_slots import LeftSlots, newest_of
 from moe_ckpt.memory.options import Memory
+from moe_ckpt.memory.slot import HEADER_SUFFIX
 from moe_ckpt.peers.replication import CANNOT_OPEN, Replicator, open_replication
 from moe_ckpt.run.context import RunContext
-from moe_ckpt.run.options import Settings
 from moe_ckpt.slices.local_state import ExpectedShare
+from moe_ckpt.storage import open_storage
 from moe_ckpt.storage.local import free_bytes
-from moe_ckpt.tiers import host_tier
 from moe_ckpt.tiers.buffers import BufferPool, arena_limit
-from moe_ckpt.tiers.host_tier import HostTier
 from moe_ckpt.tiers.limits import (
     CGROUP,
     MACHINE,
@@ -38,6 +42,9 @@ from moe_ckpt.tiers.limits import (
     say_room,
 )
 from moe_ckpt.tiers.memory_tier import MemoryTier
+from moe_ckpt.tiers.sealing import SlotHeaders
+
+log = logging.getLogger("moe_ckpt")
 
 _NUMBER_BITS = 62
 """Of what ranks agree on as a whole number."""
@@ -45,21 +52,8 @@ _NUMBER_BITS = 62
 T = TypeVar("T")
 
 
-class HostMemory(NamedTuple):
-    """This rank's pool and tier, and the life of the run that they are of: newer than all that memory holds.
-
-    Attributes:
-        life: A token that no other life has, equal on every rank.
-    """
-
-    pool: BufferPool
-    tier: HostTier | MemoryTier
-    generation: int
-    life: str
-
-
-def open_memory(run: RunContext, run_id: str, generation: int) -> HostMemory:
-    """Returns this rank's pool and tier. A collective.
+def open_memory(run: RunContext, run_id: str, generation: int) -> MemoryTier:
+    """Returns this rank's tier. A collective.
 
     Args:
         run: The session's.
@@ -74,7 +68,7 @@ def open_memory(run: RunContext, run_id: str, generation: int) -> HostMemory:
     settings, memory, rank = run.settings, run.settings.memory, run.comm.rank
     life, newest, directory = _agree(run, memory, run_id)
     if memory is None or directory is None:
-        return HostMemory(*host_tier.claim(run, run_id, partial(_private_pool, settings)), generation, life)
+        return _open_private(run, run_id, generation, life)
     generation = max(generation, newest + 1)
     with contextlib.ExitStack() as opened:
 
@@ -105,20 +99,49 @@ def open_memory(run: RunContext, run_id: str, generation: int) -> HostMemory:
         if replicator is not None:
             opened.callback(replicator.close)
         _say_room(run, memory, directory, replicator)
-        tier = MemoryTier(run, node, pool, files, slots, replicator=replicator)
+        tier = MemoryTier(
+            run,
+            run_id,
+            generation,
+            life,
+            pool,
+            SlotHeaders(run).of_share,
+            files=files,
+            node=node,
+            left_slots=slots,
+            replicator=replicator,
+        )
         pool.give_up = tier.give_up
         opened.pop_all()  # from here on they are the tier's
-    host_tier.begin_in_slots(run.storage.root, run_id, rank)
-    return HostMemory(pool, tier, generation, life)
+    with _registry_lock:  # it finds in files what earlier sessions left
+        earlier = [one for one in _left_by(run.storage.root, run_id) if one.tier.rank == rank]
+        _registry[:] = [one for one in _registry if one not in earlier]
+    return tier
 
 
-def _private_pool(settings: Settings, taken_nbytes: int) -> BufferPool:
-    """Returns the pool of a session without slots; each rank of the host takes over as many bytes of an earlier one."""
-    ranks = settings.local_ranks
-    budget = settings.host_memory_bytes or default_budget_bytes(ranks, taken_nbytes * ranks)
-    pool = BufferPool(budget, pinned=settings.pinned)
-    pool.map_private()
-    return pool
+def _open_private(run: RunContext, run_id: str, generation: int, life: str) -> MemoryTier:
+    """Returns the tier of a session without slots, with the checkpoints that an earlier one left in this process.
+
+    Memory of another run that has used the same directory is freed, since nobody can use it again. Memory of runs on
+    other stores is freed, too, if their storage has the same: to them it would only save time, and they may never be
+    started again. The rest stays: see ``leave``.
+    """
+    settings, root, rank = run.settings, run.storage.root, run.comm.rank
+    with _registry_lock:
+        _forget(lambda one: one.root != root and not one.tier.has_more)
+        private = [one for one in _left_by(root, run_id) if not one.tier.outlives_process]
+        # Where ranks are threads of one process, there are several.
+        earlier = min(private, key=lambda one: one.tier.rank != rank, default=None)
+        # Each rank of the host takes over as many bytes.
+        taken_nbytes = 0 if earlier is None else earlier.tier.nbytes * settings.local_ranks
+        budget = settings.host_memory_bytes or default_budget_bytes(settings.local_ranks, taken_nbytes)
+        pool = BufferPool(budget, pinned=settings.pinned)
+        pool.map_private()
+        tier = MemoryTier(run, run_id, generation, life, pool, SlotHeaders(run).of_share)
+        if earlier is not None:
+            tier.take_over(earlier.tier.surrender())
+            _registry.remove(earlier)
+    return tier
 
 
 class _Directory(NamedTuple):
@@ -218,3 +241,88 @@ def _on_all_ranks(result: T | None, trouble: Exception | None, failed: int) -> T
     if result is None or failed:
         raise trouble or StoreError(CANNOT_OPEN.format(failed - 1))
     return result
+
+
+@dataclass(eq=False)
+class _Kept:
+    """A tier whose session failed in this process.
+
+    Attributes:
+        root: Of the session's store.
+        tier: The tier.
+        nbytes: Bytes of memory that it left.
+        paths: Directories of its slots, if its buffers are slots.
+        passed_over: A session on another store has begun since.
+    """
+
+    root: str
+    tier: MemoryTier
+    nbytes: int
+    paths: tuple[Path, ...]
+    passed_over: bool = False
+
+
+_registry: list[_Kept] = []
+_registry_lock = threading.Lock()
+
+
+def _left_by(root: str, run_id: str) -> list[_Kept]:
+    """Returns the tiers that earlier sessions on a store left, when another one begins. The caller has locked the
+    registry."""
+    _forget(lambda one: one.root == root and one.tier.run_id != run_id)
+    for other in _registry:
+        other.passed_over = other.passed_over or other.root != root
+    return [one for one in _registry if one.root == root]
+
+
+def _forget(is_over: Callable[[_Kept], bool]) -> int:
+    """Frees the memory of tiers that no session will take over; returns its bytes. The caller has locked the
+    registry."""
+    freed = [one for one in _registry if is_over(one)]
+    _registry[:] = [one for one in _registry if one not in freed]
+    for path in [path for one in freed for path in one.paths]:
+        directory = RankDirectory.take(path)
+        if directory is not None:
+            directory.remove()
+    return sum(one.nbytes for one in freed)
+
+
+def leave(tier: MemoryTier, root: str, *, keep: bool) -> None:
+    """Ends a tier with its session, and registers it for the next one on the store.
+
+    A process that fails on one store after the other, as in a search over hyperparameters, keeps the memory of the last
+    run only: memory of runs that were not started again before this session began is freed.
+
+    Args:
+        tier: Of the session.
+        root: Of the store.
+        keep: The session failed, so that its memory may be needed again.
+    """
+    nbytes, paths = tier.nbytes, tuple(tier.paths)
+    holds = nbytes > 0 or any(any(path.glob(f"*{HEADER_SUFFIX}")) for path in paths)  # of plain state alone, too
+    tier.retire(keep=keep)  # a rank that holds nothing must not remove what other ranks of the node hold
+    if keep and holds:
+        with _registry_lock:
+            _forget(lambda one: one.passed_over)
+            _registry.append(_Kept(root, tier, nbytes, paths))
+        log.info(
+            "%.1f MB of host memory are kept for a restart of training%s; moe_ckpt.release_host_memory() frees them",
+            nbytes / 1e6,
+            " on this node" if paths else " in this process",
+        )
+
+
+def release_host_memory(dirpath: str | os.PathLike[str] | None = None) -> int:
+    """Frees the snapshots that failed runs of this process left in memory for a restart.
+
+    For processes that live on without starting the run again, such as notebooks. Buffers of a running fit stay.
+
+    Args:
+        dirpath: Store of the run, as given to ``MoECheckpoint`` or ``megatron.attach``; None for all stores.
+
+    Returns:
+        How many bytes were freed.
+    """
+    root = None if dirpath is None else open_storage(dirpath).root
+    with _registry_lock:
+        return _forget(lambda one: root in (None, one.root))

@@ -1,22 +1,36 @@
-"""This rank's snapshots in memory that outlives the process, from the copy until they are superseded.
+"""This rank's snapshots in host memory that a recovery may need, until they are superseded.
 
-A snapshot passes through: begun (its slot is being copied into), sealed (this rank's share is safe from ``kill -9``),
-complete (every rank has sealed its share, which the ranks learn from a step's agreement), and is needed until a newer
-checkpoint is complete (``ledger.retention``). Where it goes to storage, too, it stays until that has been tried.
+Where memory outlives the process, a snapshot passes through: begun (its slot is being copied into), sealed (this rank's
+share is safe from ``kill -9``), complete (every rank has sealed its share, which the ranks learn from a step's
+agreement), and is needed until a newer checkpoint is complete (``ledger.retention``). Where it goes to storage, too, it
+stays until that has been tried.
+
+Private memory ends with the process, and survives a failure that the process survives: an exception, or a dead peer,
+after which the survivors form a new process group. There the commit on storage makes a snapshot complete, and its
+buffer stays lent out, as the recovery buffer, until the next commit (MoC, section 3.2, "triple buffering" and
+"two-level PEC"). It has what went to storage and, where the policy asked for it, further experts that storage has in
+older versions only. What storage has, too, is worth time only, so it is given up wherever a snapshot finds no other
+room. The recovery buffers of all ranks are of one step, since every rank hears of the commit. A checkpoint whose
+announcement got lost with a peer may be committed all the same: it is kept beside the last announced one, and storage
+decides which of them counts.
 """
 
 from __future__ import annotations
 
 import logging
+import os
+import secrets
 import threading
 from collections import Counter
-from collections.abc import Collection, Reversible, Sequence
+from collections.abc import Callable, Collection, Reversible, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from moe_ckpt.core.step import PeerPart, Tier
 from moe_ckpt.errors import MemoryGoneError
+from moe_ckpt.format.manifest import step_dir
+from moe_ckpt.format.slot import SlotHeader
 from moe_ckpt.ledger.freshness import CAUSE, STALE, UNKNOWN
 from moe_ckpt.ledger.retention import (
     NO_EXPERTS,
@@ -28,11 +42,13 @@ from moe_ckpt.ledger.retention import (
     with_newest_experts,
 )
 from moe_ckpt.memory.arena import Buffer
-from moe_ckpt.memory.files import MemoryFiles
+from moe_ckpt.memory.files import FoundSlot, MemoryFiles
 from moe_ckpt.memory.left_slots import LeftSlots
+from moe_ckpt.memory.slot import Slot
 from moe_ckpt.peers.messages import SealedSlot
 from moe_ckpt.peers.replication import Replicator
 from moe_ckpt.run.context import RunContext
+from moe_ckpt.slices.compiling import HOST_ONLY
 from moe_ckpt.slices.snapshot import Snapshot
 from moe_ckpt.tiers.buffers import BufferPool
 
@@ -82,6 +98,7 @@ class _Entry(MemoryStep):
         state: Of this rank's share.
         freshness: What its checksums show.
         reported: The other ranks know that it is sealed.
+        slot: What a restart in this process reads; None if memory outlives it.
     """
 
     buffers: dict[int, Buffer] = field(default_factory=dict)
@@ -89,6 +106,7 @@ class _Entry(MemoryStep):
     state: int = NOT_YET
     freshness: int = UNKNOWN
     reported: bool = False
+    slot: FoundSlot | None = None
 
     @property
     def gone(self) -> str:
@@ -103,43 +121,53 @@ class _Entry(MemoryStep):
 
 
 class MemoryTier:
-    """Owns the slots of one rank while they are in use. ``begin`` and ``settle`` are called on the training
-    thread, ``sealed`` on the thread that seals, ``ended`` on the persist thread.
+    """Owns the snapshots of one rank in host memory. ``begin``, ``settle`` and ``drop`` are called on the training
+    thread, ``sealed`` on the thread that seals, ``offer`` and ``ended`` on the persist thread.
+
+    Private memory is a tier without ``files``: it has no agreements, and outlives the session unless that ended well.
 
     Args:
         run: The session's.
-        node: Name of the machine with the memory (``node_of``).
+        run_id: Of the store.
+        generation: Life of the run, newer than all that memory holds.
+        life: A token that no other life has, equal on every rank.
         pool: Lends the buffers.
-        files: Makes the slots.
-        left_slots: Slots of earlier lives, which do not count for the pool's budget.
+        describe: Makes the header of a snapshot's share.
+        files: Makes the slots; None for private memory.
+        node: Name of the machine with the slots (``node_of``).
+        left_slots: Slots of earlier lives, which do not count for the pool's budget; see also ``take_over``.
         replicator: Sends copies to peers, and holds theirs; None without peers.
 
     Attributes:
+        outlives_process: The snapshots are checkpoints by themselves, which later processes read.
+        node: As given; for private memory the name of this process, since no other one reaches it.
         complete_step: Step of the newest checkpoint that all ranks hold: of this life, or the one that it resumed from.
             None before the first, and if this rank has given it up for room.
         complete_since: First step of the newest checkpoint of this life, if that is a sparse window; else its step.
     """
 
-    outlives_process = True
-    has_more = True
-
     def __init__(
         self,
         run: RunContext,
-        node: str,
+        run_id: str,
+        generation: int,
+        life: str,
         pool: BufferPool,
-        files: MemoryFiles,
-        left_slots: LeftSlots,
+        describe: Callable[[Snapshot], SlotHeader],
         *,
+        files: MemoryFiles | None = None,
+        node: str = "",
+        left_slots: LeftSlots | None = None,
         replicator: Replicator | None = None,
     ) -> None:
-        self.rank, self.node, self.model, self.files = run.comm.rank, node, run.model, files
-        self.run_id, self.root = files.run_id, files.root
-        self.left_slots, self.replicator = left_slots, replicator
+        self.rank, self.model, self.pool = run.comm.rank, run.model, pool
+        self.run_id, self.generation, self.life = run_id, generation, life
+        self.outlives_process, self.root = files is not None, "" if files is None else files.root
+        self.node = node or f"process {os.getpid()} {secrets.token_hex(8)}"
+        self.left_slots, self.replicator = left_slots or LeftSlots((), self._free_taken), replicator
         self.complete_step: int | None = None
         self.complete_since: int | None = None
-        self._catalog = run.catalog
-        self._pool = pool
+        self._catalog, self._describe, self._files = run.catalog, describe, files
         self._entries: dict[int, _Entry] = {}  # in ascending order
         self._open: list[int] = []  # snapshots that are not settled, oldest first
         self._asked: list[int] = []  # those that the agreement under way is about: the same on all ranks
@@ -147,14 +175,76 @@ class MemoryTier:
         self._given_up: set[int | None] = set()
         self._lock = threading.RLock()
 
+    @property
+    def files(self) -> MemoryFiles:
+        """Returns what makes the slots. Raises ``RuntimeError`` for private memory."""
+        if self._files is None:
+            raise RuntimeError("private memory has no slots that outlive the process")
+        return self._files
+
+    @property
+    def has_more(self) -> bool:
+        """True if a failure without this memory would cost tokens: storage has only older versions of some experts."""
+        return self.outlives_process or any(
+            part.kind == HOST_ONLY for held in self.holds() for part in held.header.parts
+        )
+
+    # --- private memory ---
+
+    def take_over(self, slots: Sequence[FoundSlot]) -> None:
+        """Takes over the private slots of an earlier session, until this one has a checkpoint."""
+        self.left_slots.add(slots)
+        for room in filter(None, (leftover.slot.room for leftover in slots)):
+            self.pool.adopt(room)
+
+    def _free_taken(self, slots: list[FoundSlot]) -> None:
+        for room in filter(None, (leftover.slot.room for leftover in slots)):
+            self.pool.give_back(room)
+        slots.clear()
+
+    def holds(self) -> tuple[FoundSlot, ...]:
+        """Returns all private slots here, the oldest first."""
+        with self._lock:
+            offered = filter(None, (entry.slot for entry in self._entries.values()))
+            return (*reversed(self.left_slots.slots), *offered)
+
+    def surrender(self) -> tuple[FoundSlot, ...]:
+        """Returns all private slots, and owns them no more: a thread of the old session that still runs cannot touch
+        them."""
+        with self._lock:
+            slots = self.holds()
+            self._entries.clear()
+            self.left_slots.forget()
+            return slots
+
     def offer(self, snapshot: Snapshot) -> None:
-        """Does nothing: the share was sealed before it was written to storage."""
+        """Notes that this rank's share is written, so that the snapshot may be committed from now on. A slot that
+        outlives the process was sealed before; a single step of a window is no checkpoint."""
+        if not self.outlives_process and snapshot.contents.window is None:
+            header = self._describe(snapshot)
+            name = f"{step_dir(header.step, header.identity.generation)} in memory of process {os.getpid()}"
+            slot = Slot(Path(name), snapshot.buffer.memory, None, snapshot.buffer)
+            entry = self._entry(snapshot, state=SEALED, slot=FoundSlot(slot, header))
+            with self._lock:
+                self._entries[entry.number] = entry
+
+    # --- all memory ---
 
     def ended(self, snapshot: Snapshot, *, committed: bool) -> None:
-        """Notes that a snapshot was committed on storage or failed there: storage no longer reads the buffer."""
+        """Notes that a snapshot was committed on storage or failed there: storage no longer reads the buffer.
+
+        In private memory a commit makes it the recovery buffer, if it was offered, in place of the former one.
+        """
         with self._lock:
             entry = self._entries.get(snapshot.identity.number)
-            if entry is None:  # the session has ended
+            if not self.outlives_process:
+                if committed:
+                    self.drop()
+                if entry is None:
+                    self.pool.give_back(snapshot.buffer)
+                else:
+                    entry.complete = committed
+            if entry is None:  # it was not offered, or the session has ended
                 return
             entry.readers -= 1
             if committed and snapshot.contents.is_checkpoint:
@@ -170,7 +260,7 @@ class MemoryTier:
         Returns:
             False if there are none of these.
         """
-        if self._pool.unseal():
+        if self.pool.unseal():
             return True
         if self.left_slots.remove():
             self.complete_step = None  # until a checkpoint of this life is complete
@@ -186,27 +276,30 @@ class MemoryTier:
         """Adds a snapshot, whose copy begins. A parting one is not added: it stays, and no agreement settles it."""
         if snapshot.identity.parting:
             return
-        contents, number, catalog = snapshot.contents, snapshot.identity.number, self._catalog
+        entry = self._entry(snapshot)
+        with self._lock:
+            self._open.append(entry.number)
+            self._next = entry.number + 1
+            self._entries[entry.number] = entry
+
+    def _entry(self, snapshot: Snapshot, **fields: Any) -> _Entry:
+        contents, catalog = snapshot.contents, self._catalog
         experts, sent = (
             NO_EXPERTS
-            if contents.window
+            if contents.window or not self.outlives_process
             else catalog.is_expert & catalog.mask(contents.brings(tier, catalog.everything))
             for tier in (Tier.HOST, Tier.PEER)
         )
-        buffers = dict(zip((_SHARE, *snapshot.plan.slots, _MIRRORED), snapshot.buffers, strict=False))
-        entry = _Entry(
+        return _Entry(
             snapshot.identity,
             contents,
             experts,
             sent,
             copied=bool(contents.to_peers),
-            buffers=buffers,
+            buffers=dict(zip((_SHARE, *snapshot.plan.slots, _MIRRORED), snapshot.buffers, strict=False)),
             readers=int(contents.to_storage),
+            **fields,
         )
-        with self._lock:
-            self._open.append(number)
-            self._next = number + 1
-            self._entries[number] = entry
 
     def sealed(self, snapshot: Snapshot, headers: Sequence[bytes]) -> None:
         """Notes that this rank's share is sealed, and sends it to peers.
@@ -346,12 +439,13 @@ class MemoryTier:
         for number in settled.keys() & retained:  # duplicates, and gradients that are needed no more
             buffers = settled[number].buffers
             for part in [part for part in buffers if part == _MIRRORED or (number, part) in over]:
-                self._pool.give_back(buffers.pop(part))
+                self.pool.give_back(buffers.pop(part))
 
     def _free(self, entry: _Entry) -> None:
         """Gives back all memory of a snapshot."""
+        entry.slot = None
         while entry.buffers:
-            self._pool.give_back(entry.buffers.popitem()[1])
+            self.pool.give_back(entry.buffers.popitem()[1])
 
     @property
     def is_settled(self) -> bool:
@@ -361,8 +455,8 @@ class MemoryTier:
     def drop(self, *, chain: bool = True, last: bool = False) -> bool:
         """Gives up snapshots that a recovery can do without, because another snapshot needs the room.
 
-        First the oldest one that is kept for its copies or experts; then those that other ranks do not know of; then
-        those that storage has as well.
+        First private slots that were taken over, which take room of the budget; then the oldest snapshot that is kept
+        for its copies or experts; then those that other ranks do not know of; then those that storage has as well.
 
         Args:
             chain: Also give up a gradient log. False for the next step of it.
@@ -372,6 +466,8 @@ class MemoryTier:
             False if there were none.
         """
         with self._lock:
+            if not self.outlives_process and self.left_slots.remove():
+                return True
             for entry in _superseded(self._entries.values())[:1]:
                 self._free(entry)
                 return True
@@ -410,8 +506,8 @@ class MemoryTier:
 
     @property
     def paths(self) -> Sequence[Path]:
-        """Directories of the slots, that of this life first."""
-        return self.files.paths
+        """Directories of the slots, that of this life first; none for private memory."""
+        return () if self._files is None else self._files.paths
 
     @property
     def droppable_bytes(self) -> int:
@@ -421,7 +517,8 @@ class MemoryTier:
             stored = [entry for entry in entries if entry.complete and entry.on_storage]
             logged = [entry for entry in _logged(entries) if entry.complete and not entry.readers]
             going = {*stored, *_superseded(entries), *logged}
-            return sum(buffer.nbytes for entry in going for buffer in entry.buffers.values())
+            taken_over = 0 if self.outlives_process else self.left_slots.nbytes
+            return taken_over + sum(buffer.nbytes for entry in going for buffer in entry.buffers.values())
 
     @property
     def nbytes(self) -> int:
@@ -432,7 +529,7 @@ class MemoryTier:
             return self.left_slots.nbytes + copies + in_slots
 
     def retire(self, *, keep: bool) -> None:
-        """Ends with the session.
+        """Ends with the session. Of private memory only the buffers of this tier stay.
 
         Args:
             keep: Sealed slots stay for the next start of the run.
@@ -440,7 +537,9 @@ class MemoryTier:
         if self.replicator is not None:
             self.replicator.close(0.0 if keep else _PARTING_SECS)
         with self._lock:
-            self._pool.retire()
+            self.pool.retire()
+            if not self.outlives_process:
+                return
             self.left_slots.forget()
             self.left_slots.checker.close()
             self._open.clear()

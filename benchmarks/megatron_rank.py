@@ -16,7 +16,7 @@ from typing import Any
 from benchmarks import megatron_ours, megatron_peer, report
 from benchmarks.failing import Failures
 from benchmarks.megatron_world import Case, build
-from moe_ckpt.tiers.limits import default_budget_bytes
+from moe_ckpt.memory.limits import default_budget_bytes
 
 
 def main(argv: list[str]) -> int:

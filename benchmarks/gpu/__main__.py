@@ -20,7 +20,7 @@ from rich.table import Table
 
 from benchmarks.gpu import costs, lives, rates
 from benchmarks.gpu.training import Training
-from moe_ckpt.memory.cgroups import cores
+from moe_ckpt.memory.limits import cores
 
 _EXAMPLE = """example:
   python -m benchmarks.gpu --minutes 14 --out gpu.json

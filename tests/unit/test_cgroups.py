@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_ckpt.memory.cgroups import cgroup_bytes, cores
+from moe_ckpt.memory.limits import cgroup_bytes, cores
 from moe_ckpt.slices import checksums
 
 UNLIMITED = str(0x7FFFFFFFFFFFF000)

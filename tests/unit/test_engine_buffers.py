@@ -12,12 +12,12 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from moe_ckpt.core.step import Contents, Step
 from moe_ckpt.errors import HostMemoryError
+from moe_ckpt.memory import limits
 from moe_ckpt.memory.arena import Buffer
 from moe_ckpt.memory.files import MemoryFiles
+from moe_ckpt.memory.limits import available_bytes, default_budget_bytes
 from moe_ckpt.memory.slot import Slot
-from moe_ckpt.tiers import limits
 from moe_ckpt.tiers.buffers import BufferPool, arena_limit
-from moe_ckpt.tiers.limits import available_bytes, default_budget_bytes
 from moe_ckpt.tiers.memory_tier import MemoryTier
 
 BUDGET = 10_000

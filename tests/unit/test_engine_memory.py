@@ -23,7 +23,7 @@ from moe_ckpt.errors import (
     StoreError,
     StoreUnwritableError,
 )
-from moe_ckpt.memory import mapping
+from moe_ckpt.memory import limits, mapping
 from moe_ckpt.memory import slot as slot_module
 from moe_ckpt.memory.directory import RankDirectory, make_rank_directory, rank_directories, user_directory
 from moe_ckpt.memory.files import MemoryFiles, remove_run, sweep
@@ -31,7 +31,7 @@ from moe_ckpt.memory.left_slots import SlotChecker
 from moe_ckpt.memory.slot import Slot
 from moe_ckpt.policies import Dense, MoC
 from moe_ckpt.storage import LocalStorage
-from moe_ckpt.tiers import host_memory, limits
+from moe_ckpt.tiers import host_memory
 from tests.support.deleting import delete_tree
 from tests.support.slots import create_slot
 from tests.support.spoiled import bytes_of, files_of_slots, spoil_experts, spoil_slot

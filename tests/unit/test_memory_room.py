@@ -14,14 +14,15 @@ import torch
 from moe_ckpt import Memory
 from moe_ckpt.core.placement import everywhere
 from moe_ckpt.errors import MemoryFullError
+from moe_ckpt.memory import limits
 from moe_ckpt.memory.files import MemoryFiles
+from moe_ckpt.memory.limits import CGROUP, MACHINE, RoomNeeded, requires_room, say_room
 from moe_ckpt.policies import Dense
 from moe_ckpt.ports import StateTensor, TensorSpec
 from moe_ckpt.slices.local_state import ExpectedShare
 from moe_ckpt.storage import LocalStorage
-from moe_ckpt.tiers import host_memory, limits
+from moe_ckpt.tiers import host_memory
 from moe_ckpt.tiers.buffers import BufferPool
-from moe_ckpt.tiers.limits import CGROUP, MACHINE, LimitedSlots, RoomNeeded, requires_room, say_room
 from tests.unit.engine_parts import Life, ThreadRanks, catalog, run_threads
 
 
@@ -208,18 +209,18 @@ def test_copies_take_what_memory_leaves_beside_budgets(tmp_path, caplog, monkeyp
     pool = BufferPool(300)
     pool.acquire([100])
     monkeypatch.setattr(BufferPool, "held_bytes", 100)
-    limited = LimitedSlots(files, pool, 2)
+    require = requires_room(files.path, 2, lambda: pool.unmade_bytes)
     try:
         if fits:
-            assert limited.make(1000).memory.numel() == 1000
+            assert files.make(1000, require).memory.numel() == 1000
             return
         for _ in range(2):
             with pytest.raises(MemoryFullError) as refused:
-                limited.make(1000)
+                files.make(1000, require)
             assert (refused.value.needed_bytes, refused.value.free_bytes) == (1000, 999)
         [said] = [record.getMessage() for record in caplog.records]
         assert f"{whose} leaves 4,499 bytes, and each rank of this node (2) may still take 200 bytes of its " in said
-        assert "budget (300) for its own snapshots" in said
+        assert "budget for its own snapshots" in said
         assert "and 50 bytes as at its largest" in said
         assert (files.path / "copies").stat().st_size == 0
     finally:

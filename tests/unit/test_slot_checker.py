@@ -7,14 +7,11 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-import pytest
-
-from moe_ckpt.core.step import WindowPlace
 from moe_ckpt.memory.files import FoundSlot
-from moe_ckpt.memory.left_slots import SlotChecker, newest_of
+from moe_ckpt.memory.left_slots import SlotChecker
 from moe_ckpt.memory.slot import Slot
 from moe_ckpt.reading import slices as reading
-from tests.support.replicas import bytes_of, header_of, slot_header
+from tests.support.replicas import bytes_of, header_of
 from tests.support.slots import create_slot
 from tests.support.spoiled import slots_of, spoil_slot
 from tests.support.waiting import retry_until
@@ -67,31 +64,6 @@ def test_what_nobody_wants_any_more_is_let_go_of(tmp_path):
     checker.close()
     assert not checker.is_sound(slots[0])
     checker.close()
-
-
-def slot_of(
-    rank: int, step: int, life: str = "a", window: tuple[int, int, int] | None = None, since: int | None = None
-) -> FoundSlot:
-    """Of which only the header matters."""
-    header = slot_header("run", step, 1, rank, 2, 8, ())
-    contents = replace(header.contents, window=None if window is None else WindowPlace(*window), since=since)
-    identity = replace(header.identity, life=life)
-    return FoundSlot(None, replace(header, identity=identity, contents=contents))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("slots", "wanted"),
-    [
-        ([], []),
-        ([slot_of(1, 9), slot_of(0, 8), slot_of(0, 7), slot_of(0, 6)], [1, 2]),
-        ([slot_of(0, step, window=(step - step % 2, 2, step % 2)) for step in (9, 8, 7)], [0, 1, 2]),
-        ([slot_of(0, 9, since=8), slot_of(0, 8, since=7), slot_of(0, 7, since=7), slot_of(0, 6)], [0, 1, 2]),
-        ([slot_of(0, 9, window=(8, 2, 1)), slot_of(0, 8, "b", window=(8, 2, 0)), slot_of(0, 7)], [0, 1]),
-    ],
-    ids=["nothing", "two of its own", "a window, and the one before", "a gradient log", "of another life"],
-)
-def test_a_rank_most_likely_goes_on_from_its_own_newest(slots: list[FoundSlot], wanted: list[int]):
-    assert newest_of(slots, 0) == [slots[at] for at in wanted]
 
 
 def read_by(monkeypatch, is_sound: Callable[[SlotChecker, FoundSlot], bool], where, nodes) -> Counter[tuple[int, str]]:  # noqa: F811

@@ -24,6 +24,7 @@ from moe_ckpt.commit.persisting import SnapshotResolver, SnapshotThread
 from moe_ckpt.commit.room import Room
 from moe_ckpt.core.step import Contents, Facts, Step
 from moe_ckpt.core.tokens import Counts
+from moe_ckpt.memory.limits import requires_room
 from moe_ckpt.ports import StateTensor, StepGradients, TensorSpec
 from moe_ckpt.run.context import RunContext
 from moe_ckpt.slices.assignment import ComputeTypes
@@ -34,7 +35,6 @@ from moe_ckpt.slices.local_state import MirroredShares
 from moe_ckpt.slices.snapshot import Encode, Snapshot, copy_at_once, placed
 from moe_ckpt.threads import ThreadName
 from moe_ckpt.tiers.host_memory import leave
-from moe_ckpt.tiers.limits import requires_room
 from moe_ckpt.tiers.memory_tier import MemoryTier
 from moe_ckpt.tiers.sealing import MemorySealer
 

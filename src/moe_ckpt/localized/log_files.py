@@ -30,7 +30,7 @@ from moe_ckpt.storage.local import PRIVATE, read_up_to
 
 log = logging.getLogger("moe_ckpt")
 
-_WRITE = os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+_WRITE = os.O_RDWR | os.O_TRUNC
 _READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
 KIND = "moe_ckpt.upstream"
 SEND = "send"

@@ -180,7 +180,7 @@ class Arena:
         descriptor = -1
         self.identity: Identity | None = None
         if path is not None:
-            descriptor = PRIVATE.create(str(path), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC)
+            descriptor = PRIVATE.create(str(path), os.O_RDWR)
             self.identity = identity(os.fstat(descriptor))
             limit = max(limit, os.fstat(descriptor).st_size)
         self._pages = Pages(limit, descriptor)

@@ -98,7 +98,7 @@ class RankDirectory:
                 if _is_owned(path):
                     return None
                 try:
-                    descriptor = PRIVATE.create(str(path / LOCK), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC)
+                    descriptor = PRIVATE.create(str(path / LOCK), os.O_RDWR)
                 except (FileNotFoundError, NotADirectoryError):
                     return None
                 try:
@@ -118,8 +118,7 @@ class RankDirectory:
     def describe(self, store: str) -> None:
         """Writes down who owns the directory, for people and for ``sweep``."""
         owner = Owner(os.getpid(), socket.gethostname(), boot_id(), store, time.time())
-        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
-        with open(PRIVATE.create(str(self.path / OWNER), flags), "w") as file:
+        with open(PRIVATE.create(str(self.path / OWNER), os.O_WRONLY | os.O_TRUNC), "w") as file:
             json.dump(vars(owner), file)
         self.is_described = True
 
@@ -139,8 +138,7 @@ class RankDirectory:
         Raises:
             OSError: The file cannot be made.
         """
-        flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
-        os.close(PRIVATE.create(str(self.path / name), flags))
+        os.close(PRIVATE.create(str(self.path / name), os.O_WRONLY))
 
     @property
     def diverged(self) -> bool:
@@ -399,7 +397,12 @@ def node_of(root: str) -> str:
         OSError: There is no such directory.
     """
     status = os.stat(root)
-    return f"{boot_id() or socket.gethostname()} {status.st_dev}:{status.st_ino}"
+    return f"{this_machine()} {status.st_dev}:{status.st_ino}"
+
+
+def this_machine() -> str:
+    """Returns a name for this boot of the machine, or that of the host where the kernel gives none."""
+    return boot_id() or socket.gethostname()
 
 
 def boot_id() -> str:

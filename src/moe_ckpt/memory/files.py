@@ -198,7 +198,7 @@ class MemoryFiles:
 
         Args:
             nbytes: Of the slot, whose room ``Slot.remove`` gives back.
-            require: See ``Arena.grow``.
+            require: Called before memory is made for the slot, with its bytes.
 
         Raises:
             MemoryFullError: There is no room.
@@ -210,7 +210,7 @@ class MemoryFiles:
             arena = self._arena_at(COPIES)
             self.describe()
             while (rooms := arena.take([nbytes])) is None:
-                self._grow(arena, arena.end_for([nbytes]), require=require)
+                self._grow(arena, arena.end_for([nbytes]), require=lambda lacking: require(nbytes))
         return Slot.of(self._next_path(COPY_PREFIX), rooms[0], frees=True)
 
     def fits(self, nbytes: int) -> bool:

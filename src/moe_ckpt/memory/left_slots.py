@@ -15,7 +15,6 @@ from functools import partial
 import torch
 import xxhash
 
-from moe_ckpt.format.slot import GRADIENTS, STATE
 from moe_ckpt.memory.files import FoundSlot, newest_first
 from moe_ckpt.threads import ThreadName, ahead, named_pool
 
@@ -28,10 +27,6 @@ READERS = 4
 answers slowly."""
 _TASK_NBYTES = 64 << 20
 """Bytes of the slices that a thread takes at a time. Most of its time it maps their pages."""
-_MOST_SNAPSHOTS = 2
-"""Snapshots to verify ahead of time: the newest may lack another rank's share, and then the one before counts."""
-
-
 _Expected = tuple[torch.Tensor, int]
 """Bytes of a slice, and their checksum."""
 
@@ -107,36 +102,6 @@ def _tasks(expected: Sequence[_Expected]) -> Iterator[list[_Expected]]:
         yield task
 
 
-def newest_of(slots: Sequence[FoundSlot], rank: int) -> list[FoundSlot]:
-    """Returns the slots of a rank's own share from which its next life most likely resumes: ``_MOST_SNAPSHOTS``, each
-    with the others of its window or gradient log.
-
-    Args:
-        slots: Slots that earlier lives left, the newest step first.
-        rank: Whose share.
-    """
-    shares = [slot for slot in slots if slot.header.rank == rank and slot.header.only != STATE]
-    chosen: list[FoundSlot] = []
-    whole = [candidate for candidate in shares if candidate.header.only != GRADIENTS]
-    for _ in range(_MOST_SNAPSHOTS):
-        newest = next((candidate for candidate in whole if candidate not in chosen), None)
-        if newest is None:
-            break
-        chosen += [candidate for candidate in shares if candidate not in chosen and _goes_with(candidate, newest)]
-    return chosen
-
-
-def _goes_with(candidate: FoundSlot, newest: FoundSlot) -> bool:
-    """Returns whether a checkpoint that ends with ``newest`` needs this slot."""
-    header, last = candidate.header, newest.header
-    if candidate is newest or header.identity.life != last.identity.life:
-        return candidate is newest
-    if last.contents.since is not None:
-        return not header.identity.parting and last.contents.since <= header.identity.number <= last.identity.number
-    window, window_of_candidate = last.contents.window, header.contents.window
-    return window is not None and window_of_candidate is not None and window_of_candidate.start == window.start
-
-
 class LeftSlots:
     """Owns slots of earlier lives. ``remove`` may be called on any thread, all else on the training thread.
 
@@ -148,7 +113,8 @@ class LeftSlots:
     Args:
         slots: The slots, the newest first.
         delete: Deletes slots in the background, and empties the list (``MemoryFiles.remove``).
-        likely: The slots from which the run most likely resumes, which are verified ahead of time.
+        likely: The slots from which the run most likely resumes, the newest first, which are verified ahead of time
+            until it is known from which it does.
 
     Attributes:
         checker: Verifies ``likely``.

@@ -115,11 +115,10 @@ class Slot:
         if not self.is_there:
             raise MemoryGoneError(str(self.path))
         unfinished = self.path.with_suffix(".tmp")
-        flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         try:
             with contextlib.suppress(FileNotFoundError):
                 self.path.with_name(_SPARE).rename(unfinished)
-            with open(PRIVATE.create(str(unfinished), flags), "wb") as file:
+            with open(PRIVATE.create(str(unfinished), os.O_WRONLY), "wb") as file:
                 file.write(header)
                 file.truncate()
         except OSError as error:
@@ -171,9 +170,9 @@ class Slot:
         """Counts one more start that resumes from the slot; an error is a warning."""
         if self.file is None:
             return
-        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+        path = str(self.path.with_suffix(STARTS_SUFFIX))
         try:
-            with open(PRIVATE.create(str(self.path.with_suffix(STARTS_SUFFIX)), flags), "ab") as file:
+            with open(PRIVATE.create(path, os.O_WRONLY | os.O_APPEND), "ab") as file:
                 file.write(b".")
         except OSError as error:
             log.warning("cannot record that this start resumes from %s: %s", self.path, error)

@@ -9,7 +9,6 @@ all use the same memory.
 from __future__ import annotations
 
 import logging
-import socket
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -23,7 +22,7 @@ import torch
 import xxhash
 
 from moe_ckpt.format.shard import TORCH_DTYPES, SliceEntry
-from moe_ckpt.memory.directory import boot_id
+from moe_ckpt.memory.directory import this_machine
 from moe_ckpt.ports import Communicator, StateTensor
 from moe_ckpt.reading.index import StoredSlice
 from moe_ckpt.reading.reader import StoreReader
@@ -50,11 +49,6 @@ _NOT_READ = torch.frombuffer(bytearray(b"not read"), dtype=torch.uint8)
 """The last bytes of a part whose reader failed. Everything else is judged by the checksums of the slices."""
 
 Tensors = Callable[[], Sequence[StateTensor]]
-
-
-def this_machine() -> str:
-    """Names the machine, on which bytes go from memory to memory."""
-    return boot_id() or socket.gethostname()
 
 
 def divide(

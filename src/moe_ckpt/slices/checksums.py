@@ -20,7 +20,7 @@ import xxhash
 
 from moe_ckpt.format.sealed import Fragment
 from moe_ckpt.format.shard import GRADIENT, REPLAY, Checksums, SliceEntry
-from moe_ckpt.memory.cgroups import cores
+from moe_ckpt.memory.limits import cores
 from moe_ckpt.slices.cuts import Numbers
 from moe_ckpt.threads import ThreadName, named_pool
 

@@ -53,8 +53,8 @@ class Access:
     exact: bool = False
 
     def create(self, path: str, flags: int) -> int:
-        """``os.open`` of a file that is created: its descriptor. Raises ``OSError``."""
-        descriptor = os.open(path, flags, self.file_mode)
+        """Opens a file, which is made if there is none, and is no link: its descriptor. Raises ``OSError``."""
+        descriptor = os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, self.file_mode)
         if self.exact:
             with contextlib.suppress(PermissionError):  # a file system without modes, or a file of another user
                 os.fchmod(descriptor, self.file_mode)
@@ -370,7 +370,7 @@ def _create(
 ) -> int:
     """Create the file, write, sync and close it; returns its size in bytes. The caller cleans up."""
     on_phase("write")
-    descriptor = access.create(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC)
+    descriptor = access.create(path, os.O_WRONLY | os.O_EXCL)
     # Leaving the block closes the file, which is where network filesystems report late write errors.
     with os.fdopen(descriptor, "wb", buffering=0):
         nbytes = sum(_write_all(descriptor, chunk) for chunk in chunks)

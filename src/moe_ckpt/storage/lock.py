@@ -229,7 +229,7 @@ class _FileLock:
     def acquire(self) -> bool:
         """False where the file system has no locks."""
         make_directories(self._root, self._access)
-        descriptor = self._access.create(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC)
+        descriptor = self._access.create(self._path, os.O_RDWR)
         with contextlib.ExitStack() as undo:
             undo.callback(os.close, descriptor)
             try:

@@ -40,6 +40,7 @@ from moe_ckpt.format.shard import seal_of
 from moe_ckpt.format.slot import STATE, SlotHeader, SlotPart, encode_slot
 from moe_ckpt.ledger.freshness import UNKNOWN
 from moe_ckpt.memory.files import MemoryFiles
+from moe_ckpt.memory.limits import requires_room
 from moe_ckpt.memory.slot import Slot
 from moe_ckpt.ports import StateTensor
 from moe_ckpt.run.agreement import Deferred, StepTokens
@@ -52,7 +53,6 @@ from moe_ckpt.slices.cuts import no_cuts
 from moe_ckpt.slices.snapshot import Encode, Plain, Snapshot
 from moe_ckpt.slices.writing import state_file
 from moe_ckpt.threads import TaskThread, ThreadName
-from moe_ckpt.tiers.limits import requires_room
 
 log = logging.getLogger("moe_ckpt")
 

@@ -291,6 +291,11 @@ class BufferPool:
         """Bytes of memory that was made, lent or not."""
         return sum(arena.ready for arena in self._arenas)
 
+    @property
+    def unmade_bytes(self) -> int:
+        """Bytes of the budget for which no memory was made yet."""
+        return max(0, self.budget_bytes - self.held_bytes)
+
 
 def arena_limit(budget_bytes: int) -> int:
     """Returns the most bytes of an arena for buffers of so many bytes, with gaps and rounding."""

@@ -14,15 +14,26 @@ import shlex
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from moe_ckpt.comm.communicator import largest
 from moe_ckpt.errors import LARGER_FILE_SYSTEM, ConfigError, MoECheckpointError, StoreError, StoreUnwritableError
-from moe_ckpt.memory.cgroups import cgroup_bytes
 from moe_ckpt.memory.directory import RankDirectory, node_of, run_directory
 from moe_ckpt.memory.files import MemoryFiles, left_bytes, newest_generation, sweep
-from moe_ckpt.memory.left_slots import LeftSlots, newest_of
+from moe_ckpt.memory.left_slots import LeftSlots
+from moe_ckpt.memory.limits import (
+    CGROUP,
+    MACHINE,
+    RoomNeeded,
+    available_bytes,
+    cgroup_bytes,
+    default_budget_bytes,
+    requires_room,
+    say_file_system,
+    say_room,
+)
 from moe_ckpt.memory.options import Memory
 from moe_ckpt.memory.slot import HEADER_SUFFIX
 from moe_ckpt.peers.replication import CANNOT_OPEN, Replicator, open_replication
@@ -31,16 +42,6 @@ from moe_ckpt.slices.local_state import ExpectedShare
 from moe_ckpt.storage import open_storage
 from moe_ckpt.storage.local import free_bytes
 from moe_ckpt.tiers.buffers import BufferPool, arena_limit
-from moe_ckpt.tiers.limits import (
-    CGROUP,
-    MACHINE,
-    LimitedSlots,
-    RoomNeeded,
-    available_bytes,
-    default_budget_bytes,
-    say_file_system,
-    say_room,
-)
 from moe_ckpt.tiers.memory_tier import MemoryTier
 from moe_ckpt.tiers.sealing import SlotHeaders
 
@@ -79,7 +80,8 @@ def open_memory(run: RunContext, run_id: str, generation: int) -> MemoryTier:
             leftovers = files.take_left(same_rank=True)
             files.open_arena(arena_limit(directory.budget), locks=settings.pinned)
             leftovers = files.adopt(leftovers)
-            slots = LeftSlots(leftovers, files.remove, newest_of(leftovers, rank))
+            own_shares = [leftover for leftover in leftovers if leftover.header.rank == rank]
+            slots = LeftSlots(leftovers, files.remove, own_shares)
             opened.callback(slots.checker.close)
             return files, slots
 
@@ -92,7 +94,8 @@ def open_memory(run: RunContext, run_id: str, generation: int) -> MemoryTier:
         slots.add(others)
         pool = BufferPool(directory.budget, pinned=settings.pinned, files=files)
         groups = [group for group in (run.placement.expert_peers, run.placement.peers) if group]
-        limits = LimitedSlots(files, pool, settings.local_ranks).make, settings.timeout_secs
+        require = requires_room(files.path, settings.local_ranks, lambda: pool.unmade_bytes)
+        limits = partial(files.make, require=require), settings.timeout_secs
         replicator = open_replication(
             run.comm, memory, run_id, generation, *limits, groups=groups, gate=run.gate, problem=trouble
         )

@@ -1,6 +1,7 @@
-"""The memory that is left: on the file system, below the limit of a container or job, and on the machine.
+"""The memory and the processors that are left to this process: by cgroups, such as those of a container or of a job, on
+the machine, and on the file system of slots.
 
-Read when a run opens, for its budget and for a warning, and before a slot is made for something other than a rank's own
+Read when a run opens, for its budget and for a warning, and before memory is made for something other than a rank's own
 snapshots.
 """
 
@@ -9,19 +10,19 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from moe_ckpt.errors import LARGER_FILE_SYSTEM, MemoryFullError
-from moe_ckpt.memory.cgroups import cgroup_bytes
-from moe_ckpt.memory.files import MemoryFiles
-from moe_ckpt.memory.slot import Slot
 from moe_ckpt.notices import announce
-from moe_ckpt.tiers.buffers import BufferPool
 
 log = logging.getLogger("moe_ckpt")
 
+_LIMITS = (("memory.max", "memory.current", ""), ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"))
+"""For cgroup v2 and v1: names of the files with limit and usage, and the prefix of names in memory.stat."""
+_NO_LIMIT = 1 << 60
+"""Version 1 gives a number beyond any machine's memory where there is no limit."""
 _SHARE_OF_FREE_MEMORY = 0.5
 CGROUP, MACHINE = "the memory limit of this job's cgroup", "the memory of this machine"
 """Limits that may leave less memory than a tmpfs has."""
@@ -33,6 +34,89 @@ _BESIDE_NBYTES = 16 << 20
 """Bytes that headers and plain states take, roughly."""
 _COPIES = 2
 """Copies of one rank that a holder has at once: the newest complete one, and the one that arrives."""
+
+
+def cgroup_bytes(
+    root: str = "/sys/fs/cgroup", left_bytes: int = 0, membership: str = "/proc/self/cgroup", *, any_cache: bool = False
+) -> int | None:
+    """Returns the bytes that the memory limits of this process's cgroups leave; None without a limit.
+
+    Versions 2 and 1 count, and every level: a scheduler sets its limit on the job's cgroup, above the process's own.
+
+    Args:
+        root: Mount point of the cgroups.
+        left_bytes: Bytes in use that will be freed.
+        membership: File with the names of the process's cgroups.
+        any_cache: Count all page cache as free, and not only pages that were not used lately.
+    """
+    names = ("inactive_file", "active_file") if any_cache else ("inactive_file",)
+    limits = [_left_below(cgroup, left_bytes, names) for cgroup in _cgroups(root, membership, "memory")]
+    return min((free for free in limits if free is not None), default=None)
+
+
+def cores(root: str = "/sys/fs/cgroup", membership: str = "/proc/self/cgroup") -> int:
+    """Returns how many cores this process may keep busy: the cores that it may run on, but at most the quota of its
+    cgroups, beyond which threads would only take turns.
+
+    Args:
+        root, membership: See ``cgroup_bytes``.
+    """
+    quotas = [quota for cgroup in _cgroups(root, membership, "cpu") for quota in _quotas(cgroup)]
+    return max(1, min([len(os.sched_getaffinity(0)), *map(int, quotas)]))
+
+
+def _quotas(cgroup: Path) -> Iterator[float]:
+    """Yields the quota of one cgroup in cores, if it has one."""
+    for names in (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")):
+        with contextlib.suppress(OSError, ValueError):  # there is none, or "max"
+            quota, period = map(int, " ".join((cgroup / name).read_text() for name in names).split())
+            if quota > 0:
+                yield quota / period
+
+
+def _cgroups(root: str, membership: str, controller: str) -> list[Path]:
+    """Returns the directories that may have limits of this process. In a container, the root is its own cgroup.
+
+    Args:
+        controller: Kind of limits; each kind has a tree of its own in version 1.
+    """
+    places = [Path(root), Path(root, controller)]
+    with contextlib.suppress(OSError, ValueError), open(membership) as lines:
+        for line in lines:
+            _, controllers, path = line.rstrip("\n").split(":", 2)
+            if controllers == "" or controller in controllers.split(","):
+                inside = Path(path.lstrip("/"))
+                bases = [Path(root, name) for name in ((controllers, controller) if controllers else ("", "unified"))]
+                places += (base / folder for base in bases for folder in (inside, *inside.parents))
+    return list(dict.fromkeys(places))
+
+
+def _left_below(cgroup: Path, left_bytes: int, reclaimed: Sequence[str]) -> int | None:
+    """Returns the bytes that one cgroup's limit leaves; None without a limit.
+
+    Args:
+        reclaimed: Names in memory.stat of page cache that counts as free.
+    """
+    for limit_name, used_name, prefix in _LIMITS:
+        try:
+            limit, used = ((cgroup / name).read_text().strip() for name in (limit_name, used_name))
+            if limit == "max" or int(limit) >= _NO_LIMIT:
+                return None
+            # Memory that will be freed may count in another cgroup: that of the life that died.
+            free = int(limit) - max(0, int(used) - _reclaimed(cgroup, prefix, reclaimed) - left_bytes)
+        except (OSError, ValueError):
+            continue
+        return max(0, free)
+    return None
+
+
+def _reclaimed(cgroup: Path, prefix: str, names: Sequence[str]) -> int:
+    """Returns the bytes of page cache that the kernel reclaims when memory is needed; they count as used."""
+    try:
+        stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+        return sum(int(stat.get(prefix + name, 0)) for name in names)
+    except (OSError, ValueError):
+        return 0
 
 
 def available_bytes(meminfo: str = "/proc/meminfo") -> int | None:
@@ -170,82 +254,51 @@ def say_file_system(root: str) -> None:
         )
 
 
-class LimitedSlots:
-    """Makes slots for copies of other ranks, unless too little memory would be left: the kernel kills processes where a
-    tmpfs exceeds the machine's memory or a cgroup's limit.
-
-    A copy is refused unless the memory has room for the unused budgets of all ranks of the node, for what each process
-    had in addition at its largest, as it will have again, and for two such copies of each rank: all ranks make theirs
-    at the same time, and a holder keeps two copies of a rank.
-
-    Args:
-        files: Makes the slots.
-        pool: Of this rank; the other ranks of the node are taken to have the same budget, and as much of it unused.
-        local_ranks: Ranks of the node.
-    """
-
-    def __init__(self, files: MemoryFiles, pool: BufferPool, local_ranks: int) -> None:
-        self._files, self._pool, self._ranks = files, pool, local_ranks
-        self._counts = lies_in_memory(str(files.path))
-        self._said = False
-
-    def make(self, nbytes: int) -> Slot:
-        """Makes a slot. On any thread.
-
-        Raises:
-            MemoryFullError: There is no room on the file system, or below a limit.
-            OSError: The slot cannot be made.
-        """
-
-        def require(_: int) -> None:
-            """Checks the room for the whole copy, although the arena lacks less."""
-            free, limit = _least_free() if self._counts else (None, "")
-            if free is not None:
-                unused_budget = max(0, self._pool.budget_bytes - self._pool.held_bytes)
-                again = _once_more_bytes()
-                room = free - self._ranks * (unused_budget + again) - (_COPIES * self._ranks - 1) * nbytes
-                if room < nbytes and not self._said:
-                    self._said = True
-                    log.warning(
-                        "no copy of another rank's snapshot (%s bytes) is kept here: %s leaves %s bytes, and each rank "
-                        "of this node (%d) may still take %s bytes of its budget (%s) for its own snapshots, and %s "
-                        "bytes as at its largest. %s, or replicas",
-                        *(f"{nbytes:,}", limit, f"{free:,}", self._ranks, f"{unused_budget:,}"),
-                        *(f"{self._pool.budget_bytes:,}", f"{again:,}", _mend(limit)),
-                    )
-                if room < nbytes:
-                    raise MemoryFullError(str(self._files.path), nbytes, max(0, room))
-
-        return self._files.make(nbytes, require)
-
-
 def _least_free() -> tuple[int | None, str]:
     """Returns the fewest bytes that a limit leaves, and that limit; None if no limit is known."""
     limits = (cgroup_bytes(any_cache=True), CGROUP), (available_bytes(), MACHINE)
     return min(((free, name) for free, name in limits if free is not None), default=(None, ""))
 
 
-def requires_room(path: Path, local_ranks: int) -> Callable[[int], None]:
-    """Returns a function to call before memory is made for a snapshot that a rank seals when training stops.
+def requires_room(path: Path, local_ranks: int, unmade: Callable[[], int] | None = None) -> Callable[[int], None]:
+    """Returns a function to call before memory is made: the kernel kills processes where a tmpfs exceeds the machine's
+    memory or a cgroup's limit.
 
-    All ranks of the node make theirs at about the same time, and those that do not know of the failure yet may still
-    grow to their largest size.
+    All ranks of the node make theirs at about the same time, and each process may grow to its largest size once more.
+    For a copy of another rank's snapshot there must also be room for two such copies of each rank, since a holder keeps
+    two of a rank, and for the budgets of the node's ranks, which are taken to be alike.
 
     Args:
         path: Directory of the slots.
         local_ranks: Ranks of the node.
+        unmade: Returns the bytes of this rank's budget that are not made yet, if copies are to be made; None for what a
+            rank seals when training stops.
     """
-    counts = lies_in_memory(str(path))
+    counts, said = lies_in_memory(str(path)), set[str]()
 
     def require(nbytes: int) -> None:
         """Raises ``MemoryFullError`` if the job's cgroup, or the machine, may have no room for so many bytes."""
         free, limit = _least_free() if counts else (None, "")
         if free is None:
             return
-        room = free - (local_ranks - 1) * (nbytes + _once_more_bytes()) - _BESIDE_NBYTES
-        if room < nbytes:
+        again = _once_more_bytes()
+        if unmade is None:
+            room = free - (local_ranks - 1) * (nbytes + again) - _BESIDE_NBYTES
             hint = f"That is what {limit} leaves beside {local_ranks - 1} other ranks. {_mend(limit)}"
-            raise MemoryFullError(str(path), nbytes, max(0, room), hint)
+        else:
+            unused_nbytes = unmade()
+            room = free - local_ranks * (unused_nbytes + again) - (_COPIES * local_ranks - 1) * nbytes
+            hint = (
+                f"{limit} leaves {free:,} bytes, and each rank of this node ({local_ranks}) may still take "
+                f"{unused_nbytes:,} bytes of its budget for its own snapshots, and {again:,} bytes as at its largest. "
+                f"{_mend(limit)}, or replicas"
+            )
+        if room >= nbytes:
+            return
+        if unmade is not None and not said:
+            said.add(hint)
+            log.warning("no copy of another rank's snapshot (%s bytes) is kept here: %s", f"{nbytes:,}", hint)
+        raise MemoryFullError(str(path), nbytes, max(0, room), hint)
 
     return require
 

@@ -274,7 +274,7 @@ def requires_room(path: Path, local_ranks: int, unmade: Callable[[], int] | None
         unmade: Returns the bytes of this rank's budget that are not made yet, if copies are to be made; None for what a
             rank seals when training stops.
     """
-    counts, said = lies_in_memory(str(path)), set[str]()
+    counts, warned = lies_in_memory(str(path)), set[str]()
 
     def require(nbytes: int) -> None:
         """Raises ``MemoryFullError`` if the job's cgroup, or the machine, may have no room for so many bytes."""
@@ -295,8 +295,8 @@ def requires_room(path: Path, local_ranks: int, unmade: Callable[[], int] | None
             )
         if room >= nbytes:
             return
-        if unmade is not None and not said:
-            said.add(hint)
+        if unmade is not None and not warned:
+            warned.add(hint)
             log.warning("no copy of another rank's snapshot (%s bytes) is kept here: %s", f"{nbytes:,}", hint)
         raise MemoryFullError(str(path), nbytes, max(0, room), hint)
 

@@ -12,6 +12,7 @@ import struct
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -133,38 +134,35 @@ def send_copy(
     wanted_nbytes = sum(end - begin for begin, end in runs)
     transfer = held_back(wanted_nbytes)
     began = time.perf_counter()
-    _send_runs(wire if transfer is None else _Held(wire, transfer), share.memory.numpy().data, runs)
+    _send_runs(wire.send if transfer is None else partial(_send_admitted, wire, transfer), share.memory, runs)
     answer = _answer(wire, sequence)
     held_secs = 0.0 if transfer is None else transfer.held_secs
     return Sent(answer, wanted_nbytes, time.perf_counter() - began - held_secs)
 
 
-class _Held(NamedTuple):
-    """A wire on which a transfer admits each chunk."""
-
-    wire: Wire
-    transfer: GatedTransfer
-
-    def send(self, data: memoryview | bytes) -> None:
-        view = memoryview(data)
-        for at in range(0, len(view), self.transfer.chunk_nbytes):
-            chunk = view[at : at + self.transfer.chunk_nbytes]
-            self.transfer.admit(len(chunk))
-            self.wire.send(chunk)
+def _send_admitted(wire: Wire, transfer: GatedTransfer, data: memoryview | bytes) -> None:
+    """Sends chunks, each of which the transfer admits."""
+    view = memoryview(data)
+    for at in range(0, len(view), transfer.chunk_nbytes):
+        chunk = view[at : at + transfer.chunk_nbytes]
+        transfer.admit(len(chunk))
+        wire.send(chunk)
 
 
-def _send_runs(wire: Wire | _Held, memory: memoryview, runs: list[tuple[int, int]]) -> None:
-    small = bytearray()
+def _send_runs(
+    send: Callable[[memoryview | bytes], None], slot_bytes: torch.Tensor, runs: list[tuple[int, int]]
+) -> None:
+    small, memory = bytearray(), slot_bytes.numpy().data
     for begin, end in runs:
         if end - begin < _GATHERED_NBYTES:
             small += memory[begin:end]
         if small and (end - begin >= _GATHERED_NBYTES or len(small) >= _GATHERED_NBYTES):
-            wire.send(bytes(small))
+            send(bytes(small))
             small.clear()
         if end - begin >= _GATHERED_NBYTES:
-            wire.send(memory[begin:end])
+            send(memory[begin:end])
     if small:
-        wire.send(bytes(small))
+        send(bytes(small))
 
 
 def _answer(wire: Wire, sequence: int) -> Answer:

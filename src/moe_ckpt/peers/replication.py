@@ -23,7 +23,7 @@ from statistics import median
 from typing import Any
 
 from moe_ckpt.core.user_text import name_ranks
-from moe_ckpt.errors import ConfigError, PeerLostError, StoreError
+from moe_ckpt.errors import ConfigError, StoreError
 from moe_ckpt.memory.directory import node_of
 from moe_ckpt.memory.options import Memory
 from moe_ckpt.memory.slot import Slot
@@ -79,21 +79,16 @@ class _Copies:
         self.future: Future[int] = Future()
         self._open = peers
         self._accepted = 0
-        self._lost: PeerLostError | None = None
         self._lock = threading.Lock()
 
-    def answered(self, *, accepted: bool, lost: PeerLostError | None = None) -> None:
-        """Takes one peer's answer. lost: Why it will never answer."""
+    def answered(self, *, accepted: bool) -> None:
+        """Takes one peer's answer; one that will never answer has not accepted."""
         with self._lock:
             self._open -= 1
             self._accepted += accepted
-            self._lost = self._lost or lost
             if self._open:
                 return
-        if self._lost is not None and not self._accepted:
-            self.future.set_exception(self._lost)
-        else:
-            self.future.set_result(self._accepted)
+        self.future.set_result(self._accepted)
 
 
 class _Sender:
@@ -109,7 +104,7 @@ class _Sender:
         gate: TransferGate | None,
     ) -> None:
         self.peer = peer
-        self.lost: PeerLostError | None = None
+        self.lost = ""
         self.sent_bytes = self.saved_bytes = 0
         self.rates: deque[float] = deque(maxlen=_RECENT_COPIES)
         self._roster = roster
@@ -136,10 +131,10 @@ class _Sender:
         except OSError as error:
             self._give_up(error)
         while (copies := self._queue.get()) is not None:
-            if wire is not None and self.lost is None:
+            if wire is not None and not self.lost:
                 self._send(wire, copies)
             else:
-                copies.answered(accepted=False, lost=self.lost)
+                copies.answered(accepted=False)
             del copies  # a removed slot takes room for as long as anything refers to its bytes
         if wire is not None:
             wire.close()
@@ -152,7 +147,7 @@ class _Sender:
             except OSError as error:
                 wire.cut()
                 self._give_up(error, share.step)
-                copies.answered(accepted=False, lost=self.lost)
+                copies.answered(accepted=False)
                 return
             held = answer.status is Status.HELD
             if not held:
@@ -172,10 +167,8 @@ class _Sender:
         return self._gate.send(nbytes, rate, _PATIENCE * self._timeout_secs)
 
     def _give_up(self, error: OSError, step: int | None = None) -> None:
-        what = "to connect" if step is None else f"to take the copy of step {step}"
-        self.lost = PeerLostError(
-            self._roster.rank, f"rank {self.peer} {what}", self._timeout_secs, f"{type(error).__name__}: {error}"
-        )
+        what = "it did not connect" if step is None else f"it did not take the copy of step {step}"
+        self.lost = f"{what}: {type(error).__name__}: {error}"
         if not self._cutter.is_over:
             log.warning(
                 "rank %d gets no more copies of rank %d until the run is restarted: %s (%d steps behind)",
@@ -245,8 +238,8 @@ class Replicator:
             shares: Slots to send, one after the other; None if this rank has nothing to send.
 
         Returns:
-            A future: the number of peers that hold verified, sealed copies of all slots. Its exception is
-            ``PeerLostError`` if no peer does, and one was given up. The slots must not change until it is done.
+            A future: the number of peers that hold verified, sealed copies of all slots, once each of them has answered
+            or is given up. The slots must not change until it is done.
         """
         slots = tuple(share for share in shares if share is not None)
         if not slots or not self._senders:
@@ -270,7 +263,7 @@ class Replicator:
 
     def all_hold(self, done: Future[int]) -> bool:
         """Returns whether all peers that are not given up hold the copies of ``submit``."""
-        return done.exception() is None and done.result() >= max(1, len(self._senders) - len(self.lost))
+        return done.result() >= max(1, len(self._senders) - len(self.lost))
 
     def _note(self, done: Future[int], step: int) -> None:
         complete = self.all_hold(done)
@@ -292,9 +285,9 @@ class Replicator:
             return (self._newest_step or 0) - (self._copied_step or 0)
 
     @property
-    def lost(self) -> Mapping[int, PeerLostError]:
+    def lost(self) -> Mapping[int, str]:
         """Peers that were given up, each with the reason."""
-        return {sender.peer: sender.lost for sender in self._senders if sender.lost is not None}
+        return {sender.peer: sender.lost for sender in self._senders if sender.lost}
 
     @property
     def sent_bytes(self) -> int:

@@ -132,14 +132,6 @@ def test_a_copy_that_takes_the_whole_iteration_or_of_unknown_rate_is_not_held_ba
     assert transfer.held_secs == 0.0
 
 
-def test_a_gate_that_holds_nothing_counts(gate):
-    gate.holds = False
-    gate.copy(1000).admit(400)
-    with gate.waiting():
-        gate.copy(1000).admit(600)
-    assert (gate.copied.nbytes, gate.copied.in_bubbles) == (1000, 600)
-
-
 def test_a_send_goes_by_its_own_deadline_and_no_peer_waits_long_for_it(gate):
     began = time.perf_counter()
     begun(SPAN).send(1000, RATE, LONG).admit(1000)

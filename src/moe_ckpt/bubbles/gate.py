@@ -1,9 +1,9 @@
 """Holds copies and sends back until a pipeline's schedule leaves this rank idle, or until they must go.
 
-``schedule`` has the arithmetic, and this module the clock and the threads. The adapter reports when this rank begins
-and ends to wait for its neighbours, the engine when an iteration and its update begin. Every thread that copies or
-sends asks before each chunk. Nothing is held back between the update and the next iteration, nor while training waits
-for it.
+``schedule`` has the arithmetic, and this module the clock and the threads. ``watch_pipeline`` reports when this rank
+begins and ends to wait for its neighbours (MoEtion, section 5.3), the engine when an iteration and its update begin.
+Every thread that copies or sends asks before each chunk. Nothing is held back between the update and the next
+iteration, nor while training waits for it.
 """
 
 from __future__ import annotations
@@ -11,15 +11,18 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from math import inf
 from statistics import median
+from typing import Any
 
 import torch
+from torch import nn
 
 from moe_ckpt.bubbles.schedule import MARGIN, Bubble, Pace, clipped, tail_secs, typical
+from moe_ckpt.megatron.compat import Wrapped, look_up, megatron_core
 
 CHUNK_NBYTES = 1 << 20
 """Small chunks, so that a copy that began in a bubble ends soon after it."""
@@ -164,13 +167,11 @@ class BubbleGate:
         copied: Bytes that were copied from live tensors.
         sent: Bytes that were sent to peers.
         rates: Bytes per second of the newest copies.
-        holds: False: nothing is held back, but everything is counted.
     """
 
     def __init__(self, stage: int, stages: int, chunks: int = 1, *, on_device: bool = False) -> None:
         self.copied, self.sent = Tally(), Tally()
         self.rates: deque[float] = deque(maxlen=_RECENT)
-        self.holds = True
         self.changed = threading.Condition()
         self._stamps = CudaStamps() if on_device else HostStamps()
         self.forecast = Forecast(stage, stages, chunks, self._stamps)
@@ -326,7 +327,7 @@ class Transfer:
         secs = 0.0 if pace is None else nbytes / pace.bytes_per_sec
         with gate.changed:
             idle, event = gate.enter(secs)
-            while not (idle or pace is None or not gate.holds or gate.is_open):
+            while not (idle or pace is None or gate.is_open):
                 asked = time.perf_counter()
                 due = self.began + pace.beside_from(self._rest)
                 if asked >= due:
@@ -338,3 +339,61 @@ class Transfer:
             self.tally.nbytes += nbytes
             self.tally.in_bubbles += nbytes if idle or gate.is_tail else 0
         return event
+
+
+_MODULE, _CLASS, _METHOD = "megatron.core.pipeline_parallel.p2p_communication", "P2PCommunicator", "_communicate"
+
+
+def watch_pipeline(chunks: Sequence[nn.Module], undo: ExitStack) -> BubbleGate:
+    """Returns the gate of a rank in Megatron's pipeline, which gets each wait until ``undo`` is closed.
+
+    All messages of a pipeline pass one method of ``P2PCommunicator``. Schedules create a new communicator in each
+    iteration, so the method of the class is wrapped. That costs two reads of the clock and a lock per message.
+
+    Args:
+        chunks: Model chunks on this rank.
+        undo: Gets what removes the wrapper.
+    """
+    groups = megatron_core().parallel_state
+    stage, stages = groups.get_pipeline_model_parallel_rank(), groups.get_pipeline_model_parallel_world_size()
+    on_device = any(parameter.is_cuda for chunk in chunks for parameter in chunk.parameters())
+    gate = BubbleGate(int(stage), int(stages), len(chunks), on_device=on_device)
+
+    def communicate(original: Callable[..., Any], communicator: Any, **message: Any) -> Any:
+        receives = {"previous": bool(message.get("recv_prev")), "following": bool(message.get("recv_next"))}
+        if message.get("wait_on_reqs", True):
+            with gate.waiting(**receives):
+                return original(communicator, **message)
+        # Interleaved schedules go on computing, and wait for the requests later.
+        *received, requests = original(communicator, **message)
+        return (*received, _watched(gate, requests, receives))
+
+    look_up(_MODULE, f"{_CLASS}.{_METHOD}")
+    undo.callback(Wrapped(look_up(_MODULE, _CLASS), _METHOD, communicate).close)
+    return gate
+
+
+def _watched(gate: BubbleGate, requests: Any, receives: dict[str, bool]) -> Any:
+    """Returns wrapped requests, by name or in a row. Only requests that receive count as micro-batches."""
+    if isinstance(requests, dict):
+        return {
+            name: _Request(gate, request, {key: value and name.startswith("recv") for key, value in receives.items()})
+            for name, request in requests.items()
+        }
+    if isinstance(requests, Iterable):
+        return [_Request(gate, request, receives) for request in requests]
+    return requests
+
+
+class _Request:
+    """A request that reports its ``wait`` to the gate."""
+
+    def __init__(self, gate: BubbleGate, request: Any, receives: dict[str, bool]) -> None:
+        self._gate, self._request, self._receives = gate, request, receives
+
+    def wait(self, *args: Any, **kwargs: Any) -> Any:
+        with self._gate.waiting(**self._receives):
+            return self._request.wait(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._request, name)

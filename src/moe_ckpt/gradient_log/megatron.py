@@ -58,11 +58,6 @@ def capture_gradients(
                 "its gradients are overwritten. Wrap it, or use a policy that saves full state."
             )
     for leaf in leaves(optimizer):
-        if getattr(leaf.config, "reuse_grad_buf_for_mxfp8_param_ag", False):
-            raise UnsupportedError(
-                "reuse_grad_buf_for_mxfp8_param_ag overwrites gradients as soon as the optimizer has stepped, so they "
-                "cannot be copied during training. Set it to False, or use a policy that saves full state."
-            )
         if type(leaf.optimizer).__name__ in _ELEMENTWISE:
             register(type(leaf.optimizer), Coupling.ELEMENTS)
     if any(has_unread(unwrapped(chunk)) for chunk in chunks):

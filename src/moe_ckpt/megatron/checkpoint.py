@@ -162,7 +162,7 @@ class MegatronCheckpoint(AttachedCheckpoint):
         self._undo.callback(self._counter.close)
         gate = None
         if options.needs.bubbles and len(set(world.stages.values())) > 1:
-            from moe_ckpt.bubbles.megatron import watch_pipeline
+            from moe_ckpt.bubbles.gate import watch_pipeline
 
             gate = watch_pipeline(chunks, self._undo)
         boost = None
@@ -320,7 +320,7 @@ class MegatronCheckpoint(AttachedCheckpoint):
         """
         self._require_begun()
         self._driver.lifecycle.require(Action.STEP, "after_step()")
-        updated = has_updated(self) if updated is None else updated
+        updated = self._watch.updated if updated is None else updated
         tokens = end_iteration(self, iteration, consumed_samples, counters, updated=updated)
         if self.upstream is not None:
             self.upstream.step_ends()  # before anything may end the process, or raise
@@ -350,7 +350,7 @@ class MegatronCheckpoint(AttachedCheckpoint):
         self.begin_training()
         if self._driver.replaying is not None:
             self._driver.replaying.skip(iteration)
-        self._host.loop.skip(iteration, consumed_samples, counters, updated=has_updated(self))
+        self._host.loop.skip(iteration, consumed_samples, counters, updated=self._watch.updated)
         self._host.generators.record()
         if self.upstream is not None:
             self.upstream.step_begins(iteration + 1)
@@ -404,11 +404,6 @@ def load_weights(
             announce("loaded %s", loaded)
     finally:
         comm.close()
-
-
-def has_updated(ckpt: MegatronCheckpoint) -> bool:
-    """Returns whether the newest ``optimizer.step()`` changed the weights."""
-    return ckpt._watch.updated is not False
 
 
 def end_iteration(

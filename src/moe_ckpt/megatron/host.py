@@ -154,11 +154,11 @@ class MegatronHost(LoopHost):
         is_log = plain.get("gradient_log", {}).get("since") is not None
         if not manifest.window and not is_log:
             return
-        differing = _differing(plain["layout"], self._layout, "{name} {there} (now {here})")
+        differing = _differing(plain["layout"], self._layout)
         if differing:
             raise OtherLayoutError(
                 manifest.directory,
-                f"of a run with other parallel degrees: {', '.join(differing)}",
+                f"of a run with other parallel degrees ({differing})",
                 "Start with those of that run; a dense checkpoint, such as its last one, can be loaded with others.",
                 "a gradient log" if is_log else "a sparse window",
             )
@@ -245,21 +245,18 @@ def idle_generators(before: Mapping[str, Any], after: Mapping[str, Any]) -> froz
 
 def other_layout(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
     """Says what is inexact because degrees of parallelism differ from the checkpoint's; None if none do."""
-    differing = _differing(saved, now, "{name} {there}, now {here}")
+    differing = _differing(saved, now)
     if not differing:
         return None
     return (
-        f"the checkpoint is of another layout ({'; '.join(differing)}): weights and optimizer state are exact, but "
+        f"the checkpoint is of another layout ({differing}): weights and optimizer state are exact, but "
         "random numbers come from the new seed, so training differs from what the run would have computed"
     )
 
 
-def _differing(saved: Mapping[str, Any], now: Mapping[str, Any], text: str) -> list[str]:
-    return [
-        text.format(name=name, there=saved.get(name), here=degree)
-        for name, degree in now.items()
-        if saved.get(name) != degree
-    ]
+def _differing(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    texts = (f"{name} {saved.get(name)}, now {degree}" for name, degree in now.items() if saved.get(name) != degree)
+    return "; ".join(texts)
 
 
 def capture_generators() -> dict[str, Any]:

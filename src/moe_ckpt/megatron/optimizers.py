@@ -70,6 +70,7 @@ _OTHER_STEPS = (
     ("optimizer_cpu_offload", "divides parameters and their state between CPU and GPU, in HybridDeviceOptimizer"),
     ("optimizer_cuda_graph", "replays optimizer.step() as a CUDA graph, in which no code around a step runs"),
     ("use_precision_aware_optimizer", "keeps scaled states inside FusedAdam, in a form that only FusedAdam can read"),
+    ("reuse_grad_buf_for_mxfp8_param_ag", "is for weights kept in fp8, on whose scales all ranks have to agree"),
 )
 """Options of Megatron's ``OptimizerConfig`` that are refused, and why."""
 
@@ -179,7 +180,7 @@ class StepWatch:
         stopwatch: Counts the time of these functions.
 
     Attributes:
-        updated: Whether the newest step changed the weights, by its result; None before the first.
+        updated: Whether the newest step changed the weights, by its result; True before the first.
     """
 
     def __init__(
@@ -195,7 +196,7 @@ class StepWatch:
         self._before, self._after, self._note = before, after, note
         self._begun: set[int] = set()
         self._ended: set[int] = set()
-        self.updated: bool | None = None
+        self.updated = True
         self._steps = 0
         self._undo = ExitStack()
         self._undo.callback(Wrapped(optimizer, "step", self._stepping).close)
@@ -233,13 +234,12 @@ class StepWatch:
         if not self._begun or self._begun != self._ended:
             return
         try:
-            is_whole = finish_update(self._optimizer, tuple(self._ended))
+            finish_update(self._optimizer, self._ended)
         except Exception as error:  # then recovery uses an older checkpoint
             log.warning("the update that failed cannot be completed on this rank alone: %r", error)
             return
-        if is_whole:
-            self.updated = True
-            self._note(Moment.WRITTEN_ALONE)
+        self.updated = True
+        self._note(Moment.WRITTEN_ALONE)
 
     def iteration_ends(self, options: Options) -> None:
         """Raises ``ConfigError`` if an iteration made several updates, since a replay is right for one only."""
@@ -255,7 +255,7 @@ class StepWatch:
         self._undo.close()
 
 
-def finish_update(optimizer: Any, ended: Collection[int]) -> bool:
+def finish_update(optimizer: Any, ended: Collection[int]) -> None:
     """Completes an update on this rank alone, after its end failed, where weights are gathered from other ranks.
 
     Gradients are ready once any inner optimizer has stepped, and a rank needs no other rank to update its share.
@@ -263,25 +263,16 @@ def finish_update(optimizer: Any, ended: Collection[int]) -> bool:
     Args:
         optimizer: Megatron's.
         ended: ``id`` of the inner optimizers that have stepped.
-
-    Returns:
-        Whether everything that this rank updates is now that of the next iteration. False with parameters of 8 bits,
-        on whose scales the ranks agree.
     """
-    members, distributed = leaves(optimizer), megatron_core().distributed_optimizer
-    for leaf in members:
-        gathers = getattr(getattr(leaf, "ddp_config", None), "fp8_param_gather", False)
-        if gathers or getattr(leaf.config, "reuse_grad_buf_for_mxfp8_param_ag", False):
-            return False
+    distributed = megatron_core().distributed_optimizer
     with torch.no_grad():
-        for leaf in members:
+        for leaf in leaves(optimizer):
             with changed(leaf.config, timers=None):  # timers may wait for all ranks
                 if id(leaf.optimizer) in ended:
                     getattr(leaf, "_copy_main_params_to_model_params", lambda: None)()
                 else:  # the distributed optimizer's own method would gather weights
                     local: Any = super(distributed, leaf) if isinstance(leaf, distributed) else leaf
                     local.step_with_ready_grads()
-    return True
 
 
 def exchange_norm_groups(optimizer: Any) -> None:

@@ -27,7 +27,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from moe_ckpt.errors import ConfigError, UnsupportedError
-from moe_ckpt.megatron.checkpoint import MegatronCheckpoint, end_iteration, has_updated
+from moe_ckpt.megatron.checkpoint import MegatronCheckpoint, end_iteration
 from moe_ckpt.megatron.compat import Wrapped, changed, megatron_core
 from moe_ckpt.megatron.host import Progress, capture_generators
 from moe_ckpt.megatron.world import is_rank_zero
@@ -342,7 +342,7 @@ class StartedIteration:
         Returns:
             False if weights may change after the update, since then it is not known whether they have.
         """
-        ckpt, settings, updated = self._ckpt, self._settings, has_updated(self._ckpt)
+        ckpt, settings, updated = self._ckpt, self._settings, self._ckpt._watch.updated
         iteration = ckpt.iteration + 1
         if getattr(settings, "qk_clip", False) or getattr(settings, "vision_pretraining", False):
             return False

@@ -137,13 +137,12 @@ class ActedCommunicator(ActedRank):
 
     def agree(self, summed: Counts, largest: Counts) -> tuple[Counts, Counts]:
         with self._acting():
-            if not summed.size and largest.size == 2 * self.world_size:  # everybody's digest of what it holds
-                others = np.repeat(np.arange(self.world_size), 2)
-                return summed, np.where(others == self.rank, largest, others)
             return super().agree(summed, largest)
 
     def everyone(self, payload: bytes) -> list[bytes]:
-        return [payload] * self.world_size
+        """Every rank holds something else, by its digest; of anything else all say the same."""
+        ranks = range(self.world_size)
+        return [rank.to_bytes(16, "big") if len(payload) == 16 and rank != self.rank else payload for rank in ranks]
 
     def swap(
         self, outgoing: Mapping[int, Sequence[torch.Tensor]], expected: Mapping[int, Sequence[torch.Tensor]]

@@ -12,6 +12,7 @@ import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import torch
@@ -386,29 +387,39 @@ class _Chunk:
 
     def _expert_parameter(self, moe: str, name: str, parameter: nn.Parameter) -> LiveParameter:
         experts: Any = self._modules[f"{moe}.experts"]
-        inner = name.removeprefix(f"{moe}.experts.")
-        indices = self.layers[moe].local_experts
-        gated = bool(experts.config.gated_linear_unit)
-        interleaving = _interleaving(experts.config, INTERLEAVED) if gated else ""
-        whole_moe = self._name(moe)
+        inner, whole_moe = name.removeprefix(f"{moe}.experts."), self._name(moe)
+        numbers, shape, interleaving = self.layers[moe].local_experts, tuple(parameter.shape), ""
+        gated, is_transposed = bool(experts.config.gated_linear_unit), False
         if match := re.fullmatch(r"local_experts\.(\d+)\.(linear_fc[12]\.(?:weight|bias))", inner):
-            by_expert = {self._index(moe, int(match[1])): self._straight(match[2], parameter, gated)}
-        elif inner in ("weight1", "weight2"):
-            by_expert = self._grouped(inner, parameter, indices, gated)
+            numbers, suffix = self._one(moe, int(match[1])), match[2]
         elif match := re.fullmatch(r"(linear_fc[12]\.(?:weight|bias))(\d+)", inner):
-            by_expert = {self._index(moe, int(match[2])): self._straight(match[1], parameter, gated, interleaving)}
+            numbers, suffix = self._one(moe, int(match[2])), match[1]
+            interleaving = _interleaving(experts.config, INTERLEAVED) if gated else ""
+        elif match := re.fullmatch(r"weight([12])", inner):  # all experts one after the other, each transposed
+            suffix, is_transposed = f"linear_fc{match[1]}.weight", True
+            hidden = shape[0] if match[1] == "1" else shape[1]
+            width = parameter.numel() // len(numbers) // hidden
+            shape = (width, hidden) if match[1] == "1" else (hidden, width)
         else:
             raise UnsupportedError(
                 f"{name}: {type(experts).__name__} keeps its experts in a way that is not supported. Supported are "
                 "SequentialMLP (local_experts), GroupedMLP (weight1, weight2) and TEGroupedMLP (linear_fc1.weight0)."
             )
+        if suffix.startswith("linear_fc1"):  # split by rows
+            whole, axes = sharded(shape, 0, self._expert, gated and not interleaving)
+            suffix += interleaving
+        elif len(shape) > 1:  # split by columns
+            whole, axes = sharded(shape, 1, self._expert, gated=False)
+        else:  # a bias is added after the sum over ranks, so it is alike on all
+            whole, axes = shape, straight(shape)
+        axes, size = axes[::-1] if is_transposed else axes, prod(shape)
         parts = tuple(
-            BlockPart(f"{whole_moe}.experts.{expert}.{suffix}", shape, start, axes)
-            for expert, (suffix, shape, start, axes) in by_expert.items()
+            BlockPart(f"{whole_moe}.experts.{number}.{suffix}", whole, at * size, axes)
+            for at, number in enumerate(numbers)
         )
-        return LiveParameter(parameter, parts, tuple((whole_moe, expert) for expert in by_expert))
+        return LiveParameter(parameter, parts, tuple((whole_moe, number) for number in numbers))
 
-    def _index(self, moe: str, local: int) -> int:
+    def _one(self, moe: str, local: int) -> tuple[int]:
         """Returns the number in the whole model of this rank's ``local``-th expert."""
         indices = self.layers[moe].local_experts
         if local >= len(indices):
@@ -416,33 +427,7 @@ class _Chunk:
                 f"{moe} holds weights of a local expert {local}, but its local_expert_indices are only "
                 f"{list(indices)}: so it is not known which expert of the model that is. Make both agree."
             )
-        return indices[local]
-
-    def _straight(
-        self, suffix: str, parameter: nn.Parameter, gated: bool, interleaving: str = ""
-    ) -> tuple[str, tuple[int, ...], int, tuple[Axis, ...]]:
-        """Returns the part of one expert's matrix or bias, untransposed: fc1 is split by rows, fc2 by columns."""
-        first = suffix.startswith("linear_fc1")
-        shape = tuple(parameter.shape)
-        if not first and len(shape) == 1:  # added after the sum over ranks, so alike on all
-            return suffix, shape, 0, straight(shape)
-        whole, axes = sharded(shape, 0 if first else 1, self._expert, gated and first and not interleaving)
-        return suffix + interleaving * first, whole, 0, axes
-
-    def _grouped(
-        self, name: str, parameter: nn.Parameter, indices: Sequence[int], gated: bool
-    ) -> dict[int, tuple[str, tuple[int, ...], int, tuple[Axis, ...]]]:
-        """Returns the parts of a ``GroupedMLP``: experts one after the other, each transposed."""
-        first = name == "weight1"
-        size = parameter.numel() // len(indices)
-        hidden = parameter.shape[0 if first else 1]
-        inner = size // hidden
-        memory = (hidden, inner) if first else (inner, hidden)
-        # Of the transposed matrix, fc1 [inner, hidden] is split by rows and fc2 [hidden, inner] by columns.
-        whole, axes = sharded(memory[::-1], 0 if first else 1, self._expert, gated and first)
-        suffix = "linear_fc1.weight" if first else "linear_fc2.weight"
-        turned = (axes[1], axes[0])
-        return {expert: (suffix, whole, at * size, turned) for at, expert in enumerate(indices)}
+        return (indices[local],)
 
 
 def sharded(

@@ -102,20 +102,10 @@ def _tuples(value: Any) -> Any:
 def exchange(holding: Holding, comm: Communicator) -> World:
     """Returns the holdings of all ranks, on every rank. A collective of the training thread."""
     raw = holding.encode()
-    digests = all_digests(hashlib.sha256(raw).digest(), comm)
-    kinds: dict[tuple[int, ...], list[int]] = {}
-    for rank, digest in enumerate(digests):
+    kinds: dict[bytes, list[int]] = {}
+    for rank, digest in enumerate(comm.everyone(hashlib.sha256(raw).digest()[:16])):
         kinds.setdefault(digest, []).append(rank)
     return merge([(tuple(ranks), Holding.decode(comm.share(raw, ranks[0]))) for ranks in kinds.values()])
-
-
-def all_digests(digest: bytes, comm: Communicator) -> list[tuple[int, ...]]:
-    """Returns the first 16 bytes of every rank's digest, as two int64 each. A collective of the training thread."""
-    words = np.frombuffer(digest[:16], dtype=np.int64)
-    slots = np.full((comm.world_size, len(words)), np.iinfo(np.int64).min, dtype=np.int64)
-    slots[comm.rank] = words
-    _, agreed = comm.agree(np.zeros(0, dtype=np.int64), slots.reshape(-1))
-    return [tuple(row) for row in agreed.reshape(slots.shape).tolist()]
 
 
 @dataclass(frozen=True)
@@ -361,8 +351,8 @@ def layout(chunks: Sequence[Any]) -> dict[str, int]:
 
 def local_ranks(comm: Communicator) -> int:
     """Returns how many ranks this host has, by torchrun's variable, else (``srun``) by host name. A collective."""
-    digests = all_digests(hashlib.sha256(socket.gethostname().encode()).digest(), comm)
-    return int(os.environ.get("LOCAL_WORLD_SIZE", digests.count(digests[comm.rank])))
+    hosts = comm.everyone(socket.gethostname().encode())
+    return int(os.environ.get("LOCAL_WORLD_SIZE", hosts.count(hosts[comm.rank])))
 
 
 def is_rank_zero() -> bool:

@@ -39,7 +39,7 @@ from benchmarks.memory_tiers import turned
 from benchmarks.memory_tiers_rank import Life, Shard, spent_in
 from benchmarks.ranks import end, gathered
 from moe_ckpt.comm.communicator import GlooCommunicator, make_communicator
-from moe_ckpt.recovery import executing
+from moe_ckpt.reading import shared_reading
 from moe_ckpt.recovery.executing import StorageSource
 from moe_ckpt.recovery.resume import resume_newest
 from moe_ckpt.storage import LocalStorage
@@ -78,7 +78,7 @@ def first_life(order: Mapping[str, Any]) -> None:
 def second_life(order: Mapping[str, Any], rank: int) -> dict[str, float]:
     """Comes back. Returns what this rank read, and its seconds, of CPU too, of all its threads."""
     if order["way"] == ALONE:
-        executing.divide = lambda *args, **kwargs: None  # type: ignore[attr-defined]
+        shared_reading.divide = lambda *args, **kwargs: None
     swap = GlooCommunicator.swap
 
     def swapping(self: GlooCommunicator, outgoing: Any, expected: Any) -> None:

@@ -13,8 +13,7 @@ import torch
 from moe_ckpt.megatron import checkpoint, host, optimizers
 from moe_ckpt.megatron.training_state import MegatronTrainingState
 from moe_ckpt.modeling.rng import restore_rng
-from moe_ckpt.reading import shared_reading
-from moe_ckpt.recovery import executing
+from moe_ckpt.reading.shared_reading import TensorLoader
 from moe_ckpt.windows import replay
 
 
@@ -45,12 +44,13 @@ def router_not_loaded() -> None:
 
 
 def _load_only(wanted: Callable[[str], bool]) -> None:
-    load = shared_reading.load_slices
+    load = TensorLoader.load
 
-    def some(reader: Any, stored_of: Mapping[str, Any], tensors: Any, shared: Any = None) -> None:
-        load(reader, {key: stored for key, stored in stored_of.items() if wanted(key)}, tensors, shared)
+    def some(self: TensorLoader, tensors: Any, stored_of: Mapping[str, Any] | None = None) -> None:
+        slices = self.kinds[0] if stored_of is None else stored_of
+        load(self, tensors, {key: stored for key, stored in slices.items() if wanted(key)})
 
-    replay.load_slices = executing.load_slices = some
+    TensorLoader.load = some
 
 
 def experts_swapped() -> None:

@@ -10,8 +10,7 @@ import os
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -26,9 +25,8 @@ from moe_ckpt.modeling import module_state
 from moe_ckpt.modeling.names import clean_name, tied_aliases
 from moe_ckpt.ports import Communicator, StateTensor, TensorMeta, TrainingState
 from moe_ckpt.reading.reader import StoreReader, check_checkpoint, choose_dense, locate, open_store, require_dense
-from moe_ckpt.reading.restore import MODEL, box_of, needed_slices, verify_needed, weight_specs
-from moe_ckpt.reading.shared_reading import SharedReading, divide, load_slices
-from moe_ckpt.reading.slices import in_order
+from moe_ckpt.reading.restore import MODEL, box_of, weight_specs
+from moe_ckpt.reading.shared_reading import TensorLoader
 from moe_ckpt.reading.step_storage import listed_again
 from moe_ckpt.reading.together import (
     NotUsableError,
@@ -67,35 +65,30 @@ class StoreSource(WeightSource):
 
     def __init__(self, reader: StoreReader, manifest: Manifest) -> None:
         reader.prove(manifest)
-        self._reader, self._index = reader, reader.index(manifest)
-        self._buffers = module_buffers(reader, manifest)
+        index, self._buffers = reader.index(manifest), module_buffers(reader, manifest)
         stale = manifest.stale_experts
         older = f", of which {stale} experts are older than that" if stale else ""
         self.title = f"step {manifest.step} in {reader.storage.root}/{manifest.directory}{older}"
-        names = [key.removeprefix(MODEL) for key in self._index.tensors if key.startswith(MODEL)]
-        tied = {alias: name for alias, name in manifest.model.aliases.items() if name in names}
-        self._keys = {name: MODEL + name for name in names} | {a: MODEL + n for a, n in tied.items()}
-        metas = {name: self._index.meta(key) for name, key in self._keys.items()}
-        self.tensors = metas | {
+        keys = {key.removeprefix(MODEL): key for key in index.tensors if key.startswith(MODEL)}
+        self._keys = keys | {alias: keys[name] for alias, name in manifest.model.aliases.items() if name in keys}
+        self._loader = TensorLoader(reader, {key: index.tensors[key] for key in keys.values()})
+        self.tensors = {name: index.meta(key) for name, key in self._keys.items()} | {
             name: TensorMeta(dtype_name(value.dtype), tuple(value.shape)) for name, value in self._buffers.items()
         }
-        self._shared: SharedReading | None = None
 
-    def _stored(self, pairs: Sequence[tuple[str, StateTensor]]) -> dict[str, Any]:
-        return {tensor.key: self._index.tensors[self._keys[name]] for name, tensor in pairs if name in self._keys}
+    def _named_there(self, pairs: Sequence[tuple[str, StateTensor]]) -> list[StateTensor]:
+        """Returns the live tensors of ``pairs`` that are no buffers, by their keys in the checkpoint."""
+        return [replace(tensor, key=self._keys[name]) for name, tensor in pairs if name in self._keys]
 
     def share(self, comm: Communicator, pairs: Sequence[tuple[str, StateTensor]]) -> None:
-        live, stored_of = [tensor for _, tensor in pairs], self._stored(pairs)
-        every = in_order(stored for key in self._keys.values() for stored in self._index.tensors[key])
-        self._shared = divide(comm, every, lambda: set(needed_slices(stored_of, live)))
+        self._loader.share(comm, lambda: self._named_there(pairs))
 
     def verify(self, pairs: Sequence[tuple[str, StateTensor]]) -> None:
-        verify_needed(self._reader, self._stored(pairs), [tensor for _, tensor in pairs], self._shared)
+        self._loader.verify(self._named_there(pairs))
 
     @torch.no_grad()
     def copy(self, pairs: Sequence[tuple[str, StateTensor]]) -> None:
-        live = [tensor for name, tensor in pairs if name in self._keys]
-        load_slices(self._reader, self._stored(pairs), lambda: live, self._shared)
+        self._loader.load(lambda: self._named_there(pairs))
         for name, tensor in pairs:
             if name not in self._keys:
                 tensor.local.copy_(self._buffers[name])

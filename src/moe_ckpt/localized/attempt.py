@@ -30,9 +30,9 @@ from moe_ckpt.reading.memory.slot_storage import OpenedMemory
 from moe_ckpt.reading.memory.slot_views import LaidSnapshots, SnapshotFacts
 from moe_ckpt.reading.reader import StoreReader
 from moe_ckpt.reading.restore import needed_slices, parameters_of
-from moe_ckpt.reading.shared_reading import SharedReading
+from moe_ckpt.reading.shared_reading import TensorLoader
 from moe_ckpt.reading.together import NotUsableError, together
-from moe_ckpt.recovery.executing import Opener, Recovery, Restored, divided, opening
+from moe_ckpt.recovery.executing import Opener, Recovery, Restored, opening
 from moe_ckpt.recovery.replay import StepReplay
 from moe_ckpt.run.agreement import Deferred, StepTokens
 from moe_ckpt.session.session import CheckpointSession
@@ -192,9 +192,9 @@ class LocalAttempt:
             restored = replace(restored, replay=StepReplay(manifest))
         if comm.rank == 0:
             self._say_local(local, since, manifest)
-        shared = self._divide(reader, manifest, opened, goes_back=goes_back)
+        loader = self._divide(reader, manifest, opened, goes_back=goes_back)
         if goes_back:
-            source.shared = shared
+            source.loader = loader
         planned_at = time.time()
         together(comm, lambda: source.verify(state))
         together(comm, lambda: source.prepare_and_write(state))
@@ -205,21 +205,18 @@ class LocalAttempt:
 
     def _divide(
         self, reader: StoreReader, manifest: Manifest, opened: OpenedMemory | None, *, goes_back: bool
-    ) -> SharedReading | None:
+    ) -> TensorLoader:
         """Divides among the ranks that go back what they read of storage. A collective of all ranks.
 
         The other ranks need nothing, and have no part in the reading from then on: they do not wait for what ranks that
         go back send to one another, also in a replay, and nothing of it passes through training's groups.
         """
         index, files_in_memory = reader.index(manifest), frozenset(() if opened is None else opened.slots.files)
-        kinds, state = (index.tensors, *index.replay.values()), self._recovery.state
-        return divided(
-            self._recovery.comm,
-            kinds,
-            lambda: parameters_of(state) if goes_back else [],
-            lambda path: path not in files_in_memory,
-            agrees=False,
-        )
+        comm, state = self._recovery.comm, self._recovery.state
+        loader = TensorLoader(reader, index.tensors, *index.replay.values())
+        mine = lambda: parameters_of(state) if goes_back else []  # noqa: E731
+        loader.share(comm, mine, lambda path: path not in files_in_memory, agrees=False)
+        return loader
 
     def _say_local(self, local: LocalRecovery, since: int, manifest: Manifest) -> None:
         stages = [f"{first}" if first == last else f"{first} to {last}" for first, last in local.segments]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -23,9 +23,6 @@ from moe_ckpt.reading.index import StoredSlice, TensorIndex, overlapping, split_
 from moe_ckpt.reading.reader import StoreReader
 from moe_ckpt.reading.slices import RUN_NBYTES, block
 from moe_ckpt.slices.copying import say_full
-
-if TYPE_CHECKING:
-    from moe_ckpt.reading.shared_reading import SharedReading
 
 StoredByKey = Mapping[str, Sequence[StoredSlice]]
 """Tensor key -> its stored slices."""
@@ -109,19 +106,6 @@ def needed_slices(stored_of: StoredByKey, parameters: Sequence[StateTensor]) -> 
         for tensor in blocks:
             if tensor.updated_here or key.startswith(MODEL):
                 yield from (stored for stored, _ in overlapping(group, box_of(tensor)))
-
-
-def verify_needed(
-    reader: StoreReader, stored_of: StoredByKey, parameters: Sequence[StateTensor], shared: SharedReading | None = None
-) -> None:
-    """Raises ``DamagedError`` if a slice of ``stored_of`` that this rank will read is damaged.
-
-    Args:
-        parameters: The model's, as they are sharded now.
-        shared: Says which slices other ranks verify; None if this rank verifies all.
-    """
-    needed = needed_slices(stored_of, parameters)
-    reader.verify(needed if shared is None else filter(shared.is_read_here, needed))
 
 
 def prepare_state(state: TrainingState, stored: Mapping[str, TensorMeta]) -> None:

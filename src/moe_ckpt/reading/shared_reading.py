@@ -36,7 +36,8 @@ from moe_ckpt.reading.reading_shares import (
     rounds_of,
     route_of,
 )
-from moe_ckpt.reading.restore import StoredByKey, Targets, targets_of, write_slice, write_targets
+from moe_ckpt.reading.restore import StoredByKey, Targets, needed_slices, targets_of, write_slice, write_targets
+from moe_ckpt.reading.slices import in_order
 from moe_ckpt.reading.together import NotUsableError, raise_on_all_ranks, together
 
 log = logging.getLogger("moe_ckpt")
@@ -131,14 +132,71 @@ def hand_on(comm: Communicator, routed: Sequence[tuple[Route, torch.Tensor]]) ->
             comm.swap(outgoing, expected)
 
 
-def load_slices(
-    reader: StoreReader, stored_of: StoredByKey, tensors: Tensors, shared: SharedReading | None = None
-) -> None:
-    """Writes this rank's part of slices into the live tensors, by ``SharedReading.load`` if reading is shared."""
-    if shared is None:
-        write_targets(reader, targets_of(stored_of, tensors()))
-    else:
-        shared.load(reader, stored_of, tensors)
+class TensorLoader:
+    """Loads tensors of a checkpoint into live ones. Ranks that need the same slices of storage may read them together.
+
+    Args:
+        reader: Of the store.
+        kinds: Slices by tensor key. The first are loaded; others are verified too.
+    """
+
+    def __init__(self, reader: StoreReader, *kinds: StoredByKey) -> None:
+        self.kinds = kinds
+        self._reader = reader
+        self._shared: SharedReading | None = None
+
+    def share(
+        self,
+        comm: Communicator,
+        parameters: Tensors | None = None,
+        is_stored: Callable[[str], bool] = lambda path: True,
+        *,
+        agrees: bool = True,
+    ) -> None:
+        """Divides among the ranks the reading of what several of them need. A collective, before ``verify``.
+
+        Args:
+            comm: The ranks.
+            parameters: Returns the parameters of the model that this rank reads; None if it reads everything.
+            is_stored: Whether the file at a path is on storage; the same on every rank.
+            agrees: As of ``SharedReading``.
+        """
+        groups = (group for kind in self.kinds for group in kind.values())
+        slices = in_order(stored for group in groups for stored in group if is_stored(stored.path))
+        needed = (lambda: slices) if parameters is None else lambda: set(self._needed(parameters()))
+        self._shared = divide(comm, slices, needed, agrees=agrees)
+
+    def _needed(self, parameters: Sequence[StateTensor]) -> Iterator[StoredSlice]:
+        for kind in self.kinds:
+            yield from needed_slices(kind, parameters)
+
+    def verify(self, parameters: Sequence[StateTensor]) -> None:
+        """Raises ``DamagedError`` if a slice that this rank will read for the model's ``parameters`` is damaged."""
+        needed = self._needed(parameters)
+        self._reader.verify(needed if self._shared is None else filter(self._shared.is_read_here, needed))
+
+    def load(self, tensors: Tensors, stored_of: StoredByKey | None = None) -> None:
+        """Writes this rank's part into the live tensors. A collective if reading is shared.
+
+        Args:
+            tensors: Gives the live tensors; may create optimizer state first.
+            stored_of: What is loaded; None for the first of ``kinds``.
+
+        Raises:
+            DamagedError: Bytes were damaged since ``verify``; and what ``SharedReading.load`` raises.
+        """
+        stored_of = self.kinds[0] if stored_of is None else stored_of
+        if self._shared is None:
+            write_targets(self._reader, targets_of(stored_of, tensors()))
+        else:
+            self._shared.load(self._reader, stored_of, tensors)
+
+    def agreed(self, directory: str, action: Callable[[], None]) -> None:
+        """Calls ``action``, as ``SharedReading.agreed`` if reading is shared."""
+        if self._shared is None:
+            action()
+        else:
+            self._shared.agreed(directory, action)
 
 
 @dataclass(frozen=True)

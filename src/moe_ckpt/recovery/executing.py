@@ -33,10 +33,8 @@ from moe_ckpt.reading.restore import (
     parameters_of,
     prepare_state,
     require_fitting,
-    verify_needed,
 )
-from moe_ckpt.reading.shared_reading import SharedReading, divide, load_slices
-from moe_ckpt.reading.slices import in_order
+from moe_ckpt.reading.shared_reading import TensorLoader
 from moe_ckpt.reading.together import NotUsableError, together, together_and_most
 from moe_ckpt.recovery.recovery_plan import ABSENT, Inventory, RecoveryPlan, plan_recovery
 from moe_ckpt.recovery.replay import StepReplay
@@ -162,17 +160,16 @@ class StorageSource:
         weights_only: No optimizer state is loaded.
 
     Attributes:
-        shared: What this rank and others read together; None before ``share``, and if there is nothing.
+        loader: Verifies and writes its tensors.
     """
 
     def __init__(self, reader: StoreReader, manifest: Manifest, *, weights_only: bool = False) -> None:
-        self._reader, self._manifest, self._index = reader, manifest, reader.index(manifest)
+        self._manifest, self._index = manifest, reader.index(manifest)
         self._weights_only = weights_only
         tensors: StoredByKey = self._index.tensors
         if weights_only:
             tensors = {key: group for key, group in tensors.items() if split_key(key).optimizer is None}
-        self._kinds: tuple[StoredByKey, ...] = (tensors,)  # what is verified
-        self.shared: SharedReading | None = None
+        self.loader = TensorLoader(reader, tensors)
 
     def load(self, comm: Communicator, state: TrainingState) -> None:
         """Verifies what each rank needs, and writes it once all have verified theirs. A collective.
@@ -187,19 +184,12 @@ class StorageSource:
     def share(
         self, comm: Communicator, state: TrainingState, is_stored: Callable[[str], bool] = lambda path: True
     ) -> None:
-        """Divides among the ranks the reading of what several of them need. A collective, before ``verify``.
-
-        Args:
-            comm: The ranks.
-            state: Of this rank.
-            is_stored: Whether the file at a path lies on storage; the same on every rank.
-        """
-        self.shared = divided(comm, self._kinds, lambda: parameters_of(state), is_stored)
+        """Does ``TensorLoader.share`` for the parameters of this rank."""
+        self.loader.share(comm, lambda: parameters_of(state), is_stored)
 
     def verify(self, state: TrainingState) -> None:
         """Raises ``DamagedError`` if what this rank reads is damaged."""
-        for kind in self._kinds:
-            verify_needed(self._reader, kind, parameters_of(state), self.shared)
+        self.loader.verify(parameters_of(state))
 
     def prepare(self, state: TrainingState) -> Sequence[StateTensor]:
         """Creates the optimizer state that the checkpoint has, and returns the live tensors.
@@ -216,40 +206,8 @@ class StorageSource:
         return tensors
 
     def prepare_and_write(self, state: TrainingState) -> None:
-        """Does ``prepare``, and writes everything, verified, into the live tensors. A collective if reading is shared.
-
-        Raises:
-            DamagedError: Bytes were damaged since ``verify``.
-        """
-
-        load_slices(self._reader, self._kinds[0], lambda: self.prepare(state), self.shared)
-
-
-def divided(
-    comm: Communicator,
-    kinds: Sequence[StoredByKey],
-    parameters: Callable[[], Sequence[StateTensor]],
-    is_stored: Callable[[str], bool],
-    *,
-    agrees: bool = True,
-) -> SharedReading | None:
-    """Divides among the ranks the reading of what several of them need. A collective.
-
-    Args:
-        comm: The ranks.
-        kinds: Slices of the checkpoint, by tensor key.
-        parameters: Returns the parameters of the model that this rank reads.
-        is_stored: Whether the file at a path lies on storage; the same on every rank.
-        agrees: As of ``SharedReading``.
-    """
-    groups = (group for kind in kinds for group in kind.values())
-    slices = in_order(stored for group in groups for stored in group if is_stored(stored.path))
-
-    def needed() -> set[StoredSlice]:
-        read_here = parameters()
-        return {stored for kind in kinds for stored in needed_slices(kind, read_here)}
-
-    return divide(comm, slices, needed, agrees=agrees)
+        """Does ``prepare``, and writes everything, verified, into the live tensors, as ``TensorLoader.load``."""
+        self.loader.load(lambda: self.prepare(state))
 
 
 def planned(reader: StoreReader, manifest: Manifest, opened: OpenedMemory | None = None) -> RecoveryPlan:

@@ -16,7 +16,6 @@ from moe_ckpt.core.tokens import WINDOW_BEGAN, Counts, window_began
 from moe_ckpt.errors import ReplayDivergedError
 from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.ports import Communicator
-from moe_ckpt.reading.shared_reading import SharedReading
 from moe_ckpt.run.agreement import Deferred, StepTokens
 
 Plain = Mapping[str, Any]
@@ -55,7 +54,6 @@ class StepReplay:
 
     Attributes:
         manifest: As given.
-        shared: What this rank and others read together from storage; None if nothing.
         source: Computes the steps.
     """
 
@@ -63,7 +61,6 @@ class StepReplay:
         self.manifest = manifest
         self._steps = tuple(slot.step for slot in manifest.slots)
         self._loaded = len(self._steps) if loaded is None else loaded
-        self.shared: SharedReading | None = None
         self.source = StepSource()
         self._reached = self._until = 0
         self._tokens: list[Deferred[StepTokens]] = []
@@ -73,6 +70,10 @@ class StepReplay:
     def load(self) -> None:
         """Loads what the checkpoint has of the next step. Other ranks do not learn of an error."""
         self._loaded += 1
+
+    def load_agreed(self) -> None:
+        """Does ``load``. If ranks read together, all of them raise if one does."""
+        self.load()
 
     def repeat(self) -> None:
         """Loads the newest step once more, since batch-end hooks may have changed weights."""
@@ -146,10 +147,7 @@ class StepReplay:
         if step != self.upcoming_step:
             problem = f"it is computed now, and was skipped then (the run computed {self.upcoming_step})"
             raise ReplayDivergedError(step, problem, self._changed)
-        if self.shared is None:
-            self.load()
-        else:
-            self.shared.agreed(self.manifest.directory, self.load)
+        self.load_agreed()
 
     def skip(self, step: int) -> None:
         """Raises ``ReplayDivergedError`` if ``step``, which is skipped, was computed the first time."""

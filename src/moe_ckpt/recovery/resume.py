@@ -29,8 +29,7 @@ from moe_ckpt.reading.memory.memory_checkpoints import MemoryCheckpoints, say_ke
 from moe_ckpt.reading.memory.memory_shares import checkpoints_of
 from moe_ckpt.reading.reader import StoreReader, require_dense
 from moe_ckpt.reading.restore import require_fitting
-from moe_ckpt.reading.shared_reading import divide, load_slices
-from moe_ckpt.reading.slices import in_order
+from moe_ckpt.reading.shared_reading import TensorLoader
 from moe_ckpt.reading.step_storage import PATIENCE_SECS
 from moe_ckpt.reading.together import (
     DIVERGED,
@@ -372,8 +371,8 @@ def whole_tensors(comm: Communicator, reader: StoreReader, manifest: Manifest) -
         PeerLostError: A peer is gone.
     """
     stored_of = reader.index(manifest).tensors
-    slices = in_order(stored for group in stored_of.values() for stored in group)
-    shared = divide(comm, slices, lambda: slices)
+    loader = TensorLoader(reader, stored_of)
+    loader.share(comm)
     tensors: dict[str, torch.Tensor] = {}
 
     def made() -> list[StateTensor]:
@@ -385,5 +384,5 @@ def whole_tensors(comm: Communicator, reader: StoreReader, manifest: Manifest) -
             for key, whole in tensors.items()
         ]
 
-    together(comm, lambda: load_slices(reader, stored_of, made, shared))
+    together(comm, lambda: loader.load(made))
     return tensors

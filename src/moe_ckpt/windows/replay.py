@@ -18,7 +18,7 @@ from moe_ckpt.ports import StateTensor, TensorMeta, TrainingState
 from moe_ckpt.reading.index import StoredSlice, TensorIndex
 from moe_ckpt.reading.reader import StoreReader
 from moe_ckpt.reading.restore import MODEL, prepare_state, require_fitting
-from moe_ckpt.reading.shared_reading import load_slices
+from moe_ckpt.reading.shared_reading import TensorLoader
 from moe_ckpt.recovery.executing import Recovery, Restored, StorageSource
 from moe_ckpt.recovery.replay import Plain, StepReplay
 
@@ -55,12 +55,17 @@ class WindowReplay(StepReplay):
         manifest: Manifest of the window.
         state: Training state to write.
         rank: This rank.
+
+    Attributes:
+        loader: Verifies and writes what the window has of its steps.
     """
 
     def __init__(self, reader: StoreReader, manifest: Manifest, state: TrainingState, rank: int) -> None:
         super().__init__(manifest, loaded=0)
         self._reader, self._state, self._rank = reader, state, rank
         self._index: TensorIndex = reader.index(manifest)
+        # All steps are verified, so that the replay cannot fail half way.
+        self.loader = TensorLoader(reader, self._index.tensors, *self._index.replay.values())
 
     def load(self) -> None:
         step = self.upcoming_step
@@ -69,12 +74,15 @@ class WindowReplay(StepReplay):
             prepare_state(self._state, self._optimizer_tensors)
             return self._state.tensors()
 
-        load_slices(self._reader, self._stored(step), prepared, self.shared)
+        self.loader.load(prepared, self._stored(step))
         super().load()
+
+    def load_agreed(self) -> None:
+        self.loader.agreed(self.manifest.directory, self.load)
 
     def repeat(self) -> None:
         # Always, since torch does not count every write: ``.data``, which Megatron's QK-clip uses, has its own version.
-        load_slices(self._reader, self._stored(self._steps[self._loaded - 1]), self._state.tensors)
+        TensorLoader(self._reader, self._stored(self._steps[self._loaded - 1])).load(self._state.tensors)
 
     def upcoming(self) -> Plain:
         return {} if self.is_loaded else self._reader.state(self.manifest.slots[self._loaded], self._rank)
@@ -101,12 +109,10 @@ class WindowSource(StorageSource):
 
     def __init__(self, reader: StoreReader, manifest: Manifest, replay: WindowReplay) -> None:
         super().__init__(reader, manifest)
-        self._replay = replay
-        # All steps are verified, so that the replay cannot fail half way.
-        self._kinds = (self._index.tensors, *self._index.replay.values())
+        self._replay, self.loader = replay, replay.loader
 
     def prepare_and_write(self, state: TrainingState) -> None:
         """Writes the window's first step. The replay creates optimizer state step by step. A collective if reading is
         shared."""
-        self._replay.shared = self.shared
+        self._replay.loader = self.loader
         self._replay.load()

@@ -161,8 +161,8 @@ def damaged(rank: int, world_size: int, root: str, when: str) -> tuple[dict[str,
 
     verify = StorageSource.verify
 
-    def verified(self, state):
-        verify(self, state)
+    def verified(self):
+        verify(self)
         if when == "after it was verified":
             flip()
 
@@ -195,9 +195,9 @@ def unreadable(rank: int, world_size: int, root: str) -> str:
     read, prepared = LocalStorage.read, []
     prepare_and_write = StorageSource.prepare_and_write
 
-    def preparing(self, *args):
+    def preparing(self):
         prepared.append(True)
-        prepare_and_write(self, *args)
+        prepare_and_write(self)
 
     def refusing(self, path, offset=0, nbytes=None):
         if prepared and rank == 1:

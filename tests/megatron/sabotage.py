@@ -44,13 +44,13 @@ def router_not_loaded() -> None:
 
 
 def _load_only(wanted: Callable[[str], bool]) -> None:
-    load = TensorLoader.load
+    write = TensorLoader.write
 
     def some(self: TensorLoader, tensors: Any, stored_of: Mapping[str, Any] | None = None) -> None:
         slices = self.kinds[0] if stored_of is None else stored_of
-        load(self, tensors, {key: stored for key, stored in slices.items() if wanted(key)})
+        write(self, tensors, {key: stored for key, stored in slices.items() if wanted(key)})
 
-    TensorLoader.load = some
+    TensorLoader.write = some
 
 
 def experts_swapped() -> None:

@@ -40,7 +40,7 @@ def stores(tmp_path_factory):
 def restore(reader: StoreReader, manifest: Manifest, state: LiveState) -> None:
     require_fitting(reader, manifest, state, None)
     try:
-        StorageSource(reader, manifest).load(SoloCommunicator(), state)
+        StorageSource(reader, manifest, state).load(SoloCommunicator())
     except NotUsableError as error:
         raise error.problem or error from None
 
@@ -97,16 +97,17 @@ def test_bytes_reach_a_gpu_from_page_locked_memory_while_there_is_some(stores, m
     run = stores[False, 1]
     directory = max(run.views)
     reader, state = StoreReader(LocalStorage(run.root)), LiveState(1, 2)
-    source = StorageSource(reader, reader.manifest(directory))
+    manifest = reader.manifest(directory)
+    source = StorageSource(reader, manifest, state)
     for module in (restoring, slices):
         monkeypatch.setattr(module, "RUN_NBYTES", piece)
-    source.verify(state)
-    source.prepare(state)
+    source.verify()
+    source.prepare()
     with ActedGPU() as gpu:
         gpu.refusals = refusals
         for tensor in state.tensors():
             gpu.take(tensor.local)
-        source.prepare_and_write(_Prepared(state))
+        StorageSource(reader, manifest, _Prepared(state)).prepare_and_write()
         nbytes = sum(tensor.local.numel() * tensor.local.element_size() for tensor in state.tensors())
         assert sum(size for size, _ in gpu.arrivals) == nbytes
         assert {is_locked for _, is_locked in gpu.arrivals} == {not refusals}
@@ -155,7 +156,7 @@ def test_nothing_of_a_damaged_run_of_slices_is_used(tmp_path, monkeypatch):
     reader, state = StoreReader(LocalStorage(tmp_path)), LiveState()
     manifest = reader.manifest("step_00000003")
     monkeypatch.setattr(slices, "RUN_NBYTES", 100)
-    StorageSource(reader, manifest).prepare(state)
+    StorageSource(reader, manifest, state).prepare()
     targets = restoring.targets_of(reader.index(manifest).tensors, state.tensors())
     bad = max(targets, key=lambda stored: (stored.path, stored.offset))
     raw = bytearray((tmp_path / bad.path).read_bytes())
@@ -211,16 +212,16 @@ def test_damage_in_any_slice_is_found_before_anything_is_written(tmp_path):
     example(tmp_path, world_size=1)
     reader = StoreReader(LocalStorage(tmp_path))
     manifest = reader.manifest("step_00000003")
-    source, state = StorageSource(reader, manifest), LiveState()
+    source = StorageSource(reader, manifest, LiveState())
     for stored in [stored for group in reader.index(manifest).tensors.values() for stored in group]:
         raw = bytearray((tmp_path / stored.path).read_bytes())
         raw[stored.offset] ^= 1
         (tmp_path / stored.path).write_bytes(raw)
         with pytest.raises(DamagedError, match="checksum mismatch"):
-            source.verify(state)
+            source.verify()
         raw[stored.offset] ^= 1
         (tmp_path / stored.path).write_bytes(raw)
-    source.verify(state)
+    source.verify()
 
 
 def test_bytes_that_break_between_the_passes_are_still_not_copied(tmp_path):

@@ -65,13 +65,13 @@ class StoreSource(WeightSource):
 
     def __init__(self, reader: StoreReader, manifest: Manifest) -> None:
         reader.prove(manifest)
-        index, self._buffers = reader.index(manifest), module_buffers(reader, manifest)
+        index, self._reader, self._buffers = reader.index(manifest), reader, module_buffers(reader, manifest)
         stale = manifest.stale_experts
         older = f", of which {stale} experts are older than that" if stale else ""
         self.title = f"step {manifest.step} in {reader.storage.root}/{manifest.directory}{older}"
         keys = {key.removeprefix(MODEL): key for key in index.tensors if key.startswith(MODEL)}
         self._keys = keys | {alias: keys[name] for alias, name in manifest.model.aliases.items() if name in keys}
-        self._loader = TensorLoader(reader, {key: index.tensors[key] for key in keys.values()})
+        self._stored = {key: index.tensors[key] for key in keys.values()}
         self.tensors = {name: index.meta(key) for name, key in self._keys.items()} | {
             name: TensorMeta(dtype_name(value.dtype), tuple(value.shape)) for name, value in self._buffers.items()
         }
@@ -81,14 +81,15 @@ class StoreSource(WeightSource):
         return [replace(tensor, key=self._keys[name]) for name, tensor in pairs if name in self._keys]
 
     def share(self, comm: Communicator, pairs: Sequence[tuple[str, StateTensor]]) -> None:
-        self._loader.share(comm, lambda: self._named_there(pairs))
+        self._loader = TensorLoader(self._reader, [self._stored], lambda: self._named_there(pairs))
+        self._loader.share(comm)
 
     def verify(self, pairs: Sequence[tuple[str, StateTensor]]) -> None:
-        self._loader.verify(self._named_there(pairs))
+        self._loader.verify()
 
     @torch.no_grad()
     def copy(self, pairs: Sequence[tuple[str, StateTensor]]) -> None:
-        self._loader.load(lambda: self._named_there(pairs))
+        self._loader.write(lambda: self._named_there(pairs))
         for name, tensor in pairs:
             if name not in self._keys:
                 tensor.local.copy_(self._buffers[name])

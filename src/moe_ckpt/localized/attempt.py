@@ -30,7 +30,7 @@ from moe_ckpt.reading.memory.slot_storage import OpenedMemory
 from moe_ckpt.reading.memory.slot_views import LaidSnapshots, SnapshotFacts
 from moe_ckpt.reading.reader import StoreReader
 from moe_ckpt.reading.restore import needed_slices, parameters_of
-from moe_ckpt.reading.shared_reading import TensorLoader
+from moe_ckpt.reading.shared_reading import SharedReading, TensorLoader
 from moe_ckpt.reading.together import NotUsableError, together
 from moe_ckpt.recovery.executing import Opener, Recovery, Restored, opening
 from moe_ckpt.recovery.replay import StepReplay
@@ -192,12 +192,12 @@ class LocalAttempt:
             restored = replace(restored, replay=StepReplay(manifest))
         if comm.rank == 0:
             self._say_local(local, since, manifest)
-        loader = self._divide(reader, manifest, opened, goes_back=goes_back)
+        shared = self._divide(reader, manifest, opened, goes_back=goes_back)
         if goes_back:
-            source.loader = loader
+            source.shared = shared
         planned_at = time.time()
-        together(comm, lambda: source.verify(state))
-        together(comm, lambda: source.prepare_and_write(state))
+        together(comm, source.verify)
+        together(comm, source.prepare_and_write)
         recounts = not is_agreed(sealed.snapshots[0])
         self.part = LocalPart(local, since, goes_back, exchange.history, received, recounts=recounts)
         joined = _all_as_of(local.step, retained)
@@ -205,7 +205,7 @@ class LocalAttempt:
 
     def _divide(
         self, reader: StoreReader, manifest: Manifest, opened: OpenedMemory | None, *, goes_back: bool
-    ) -> TensorLoader:
+    ) -> SharedReading | None:
         """Divides among the ranks that go back what they read of storage. A collective of all ranks.
 
         The other ranks need nothing, and have no part in the reading from then on: they do not wait for what ranks that
@@ -213,10 +213,10 @@ class LocalAttempt:
         """
         index, files_in_memory = reader.index(manifest), frozenset(() if opened is None else opened.slots.files)
         comm, state = self._recovery.comm, self._recovery.state
-        loader = TensorLoader(reader, index.tensors, *index.replay.values())
-        mine = lambda: parameters_of(state) if goes_back else []  # noqa: E731
-        loader.share(comm, mine, lambda path: path not in files_in_memory, agrees=False)
-        return loader
+        kinds = (index.tensors, *index.replay.values())
+        loader = TensorLoader(reader, kinds, lambda: parameters_of(state) if goes_back else [])
+        loader.share(comm, lambda path: path not in files_in_memory, agrees=False)
+        return loader.shared
 
     def _say_local(self, local: LocalRecovery, since: int, manifest: Manifest) -> None:
         stages = [f"{first}" if first == last else f"{first} to {last}" for first, last in local.segments]

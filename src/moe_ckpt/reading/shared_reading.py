@@ -14,7 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from operator import attrgetter
 
 import numpy as np
@@ -138,44 +138,41 @@ class TensorLoader:
     Args:
         reader: Of the store.
         kinds: Slices by tensor key. The first are loaded; others are verified too.
+        parameters: Returns the parameters of the model that this rank reads; None if it reads everything.
+
+    Attributes:
+        shared: What this rank and others read together; None before ``share``, and if there is nothing.
     """
 
-    def __init__(self, reader: StoreReader, *kinds: StoredByKey) -> None:
+    def __init__(self, reader: StoreReader, kinds: Sequence[StoredByKey], parameters: Tensors | None = None) -> None:
         self.kinds = kinds
-        self._reader = reader
-        self._shared: SharedReading | None = None
+        self.shared: SharedReading | None = None
+        self._reader, self._parameters = reader, parameters
 
     def share(
-        self,
-        comm: Communicator,
-        parameters: Tensors | None = None,
-        is_stored: Callable[[str], bool] = lambda path: True,
-        *,
-        agrees: bool = True,
+        self, comm: Communicator, is_stored: Callable[[str], bool] = lambda path: True, *, agrees: bool = True
     ) -> None:
         """Divides among the ranks the reading of what several of them need. A collective, before ``verify``.
 
         Args:
             comm: The ranks.
-            parameters: Returns the parameters of the model that this rank reads; None if it reads everything.
             is_stored: Whether the file at a path is on storage; the same on every rank.
             agrees: As of ``SharedReading``.
         """
         groups = (group for kind in self.kinds for group in kind.values())
         slices = in_order(stored for group in groups for stored in group if is_stored(stored.path))
-        needed = (lambda: slices) if parameters is None else lambda: set(self._needed(parameters()))
-        self._shared = divide(comm, slices, needed, agrees=agrees)
+        self.shared = divide(comm, slices, lambda: set(self._needed()), agrees=agrees)
 
-    def _needed(self, parameters: Sequence[StateTensor]) -> Iterator[StoredSlice]:
+    def _needed(self) -> Iterator[StoredSlice]:
+        parameters = None if self._parameters is None else self._parameters()
         for kind in self.kinds:
-            yield from needed_slices(kind, parameters)
+            yield from chain.from_iterable(kind.values()) if parameters is None else needed_slices(kind, parameters)
 
-    def verify(self, parameters: Sequence[StateTensor]) -> None:
-        """Raises ``DamagedError`` if a slice that this rank will read for the model's ``parameters`` is damaged."""
-        needed = self._needed(parameters)
-        self._reader.verify(needed if self._shared is None else filter(self._shared.is_read_here, needed))
+    def verify(self) -> None:
+        """Raises ``DamagedError`` if a slice that this rank will read is damaged."""
+        self._reader.verify(filter(self.shared.is_read_here, self._needed()) if self.shared else self._needed())
 
-    def load(self, tensors: Tensors, stored_of: StoredByKey | None = None) -> None:
+    def write(self, tensors: Tensors, stored_of: StoredByKey | None = None) -> None:
         """Writes this rank's part into the live tensors. A collective if reading is shared.
 
         Args:
@@ -186,17 +183,17 @@ class TensorLoader:
             DamagedError: Bytes were damaged since ``verify``; and what ``SharedReading.load`` raises.
         """
         stored_of = self.kinds[0] if stored_of is None else stored_of
-        if self._shared is None:
+        if self.shared is None:
             write_targets(self._reader, targets_of(stored_of, tensors()))
         else:
-            self._shared.load(self._reader, stored_of, tensors)
+            self.shared.load(self._reader, stored_of, tensors)
 
     def agreed(self, directory: str, action: Callable[[], None]) -> None:
         """Calls ``action``, as ``SharedReading.agreed`` if reading is shared."""
-        if self._shared is None:
+        if self.shared is None:
             action()
         else:
-            self._shared.agreed(directory, action)
+            self.shared.agreed(directory, action)
 
 
 @dataclass(frozen=True)

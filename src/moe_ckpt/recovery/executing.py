@@ -151,63 +151,53 @@ class Restored:
         return {"tokens_from_host": self.tokens_from_host, **beneath}
 
 
-class StorageSource:
-    """A dense checkpoint on storage.
+class StorageSource(TensorLoader):
+    """A checkpoint on storage, as training state takes it.
 
     Args:
         reader: Of the store.
         manifest: The checkpoint.
+        state: Its tensors are written.
         weights_only: No optimizer state is loaded.
-
-    Attributes:
-        loader: Verifies and writes its tensors.
     """
 
-    def __init__(self, reader: StoreReader, manifest: Manifest, *, weights_only: bool = False) -> None:
-        self._manifest, self._index = manifest, reader.index(manifest)
+    def __init__(
+        self, reader: StoreReader, manifest: Manifest, state: TrainingState, *, weights_only: bool = False
+    ) -> None:
+        self._manifest, self._index, self._state = manifest, reader.index(manifest), state
         self._weights_only = weights_only
         tensors: StoredByKey = self._index.tensors
         if weights_only:
             tensors = {key: group for key, group in tensors.items() if split_key(key).optimizer is None}
-        self.loader = TensorLoader(reader, tensors)
+        super().__init__(reader, (tensors, *self._index.replay.values()), lambda: parameters_of(state))
 
-    def load(self, comm: Communicator, state: TrainingState) -> None:
+    def load(self, comm: Communicator) -> None:
         """Verifies what each rank needs, and writes it once all have verified theirs. A collective.
 
         Raises:
             NotUsableError: On every rank, if it failed on any.
         """
-        self.share(comm, state)
-        together(comm, lambda: self.verify(state))
-        together(comm, lambda: self.prepare_and_write(state))
+        self.share(comm)
+        together(comm, self.verify)
+        together(comm, self.prepare_and_write)
 
-    def share(
-        self, comm: Communicator, state: TrainingState, is_stored: Callable[[str], bool] = lambda path: True
-    ) -> None:
-        """Does ``TensorLoader.share`` for the parameters of this rank."""
-        self.loader.share(comm, lambda: parameters_of(state), is_stored)
-
-    def verify(self, state: TrainingState) -> None:
-        """Raises ``DamagedError`` if what this rank reads is damaged."""
-        self.loader.verify(parameters_of(state))
-
-    def prepare(self, state: TrainingState) -> Sequence[StateTensor]:
+    def prepare(self) -> Sequence[StateTensor]:
         """Creates the optimizer state that the checkpoint has, and returns the live tensors.
 
         Raises:
             DeviceMemoryError: There is no room for the optimizer state.
         """
         if self._weights_only:
-            return parameters_of(state)
+            return parameters_of(self._state)
         index = self._index
-        prepare_state(state, {key: index.meta(key) for key in index.tensors if not key.startswith(MODEL)})
-        tensors = state.tensors()
-        check_match(self._manifest, index, state.specs(), index.tensors)
+        prepare_state(self._state, {key: index.meta(key) for key in index.tensors if not key.startswith(MODEL)})
+        tensors = self._state.tensors()
+        check_match(self._manifest, index, self._state.specs(), index.tensors)
         return tensors
 
-    def prepare_and_write(self, state: TrainingState) -> None:
-        """Does ``prepare``, and writes everything, verified, into the live tensors, as ``TensorLoader.load``."""
-        self.loader.load(lambda: self.prepare(state))
+    def prepare_and_write(self) -> None:
+        """Does ``prepare``, and writes everything, verified, into the live tensors, as ``write``."""
+        self.write(self.prepare)
 
 
 def planned(reader: StoreReader, manifest: Manifest, opened: OpenedMemory | None = None) -> RecoveryPlan:
@@ -327,12 +317,12 @@ class Recovery:
         Raises:
             NotUsableError: Some rank cannot use it.
         """
-        comm, state = self.comm, self.state
+        comm = self.comm
         restored, storage = together(comm, lambda: opening(self, self.reader, self.reader.manifest(directory)))
         plan = planned(self.reader, restored.manifest)
         say_plan(comm, plan)
         restored = replace(restored, plan=plan, planned_unix_secs=time.time())
-        storage.load(comm, state)
+        storage.load(comm)
         return restored
 
     def _return_to_memory(self, opener: Opener) -> Restored:
@@ -340,7 +330,7 @@ class Recovery:
 
         A return from a rank's own memory spends most of its time in waits for other ranks, so there are few.
         """
-        comm, state, make = self.comm, self.state, opener()
+        comm, make = self.comm, opener()
         (opened, spans, along, ready), asked = together_and_most(comm, lambda: self._proven(make()))
         received = opened.slots.fetch(spans) if asked else 0
         if along is not None:
@@ -352,10 +342,10 @@ class Recovery:
         else:
             restored, source = ready
         if divides:
-            source.share(comm, state, lambda path: path not in opened.slots.files)
-            together(comm, lambda: None if ready else source.verify(state))
+            source.share(comm, lambda path: path not in opened.slots.files)
+            together(comm, lambda: None if ready else source.verify())
         say_plan(comm, restored.plan)
-        together(comm, lambda: source.prepare_and_write(state))
+        together(comm, source.prepare_and_write)
         return restored
 
     def _opened(self, opened: OpenedMemory, *, verifies: bool) -> tuple[Restored, StorageSource]:
@@ -363,7 +353,7 @@ class Recovery:
         restored, source = opening(self, opened.reader, opened.manifest)
         restored = restored.out_of(opened, planned(opened.reader, opened.manifest, opened))
         if verifies:
-            source.verify(self.state)
+            source.verify()
         return restored, source
 
     def _proven(self, opened: OpenedMemory) -> tuple[_Proven, int]:
@@ -427,7 +417,7 @@ def opening(recovery: Recovery, reader: StoreReader, manifest: Manifest) -> tupl
         return open_window(recovery, reader, manifest)
     restored = open_dense(reader, manifest, recovery.comm.rank, recovery.admits)
     require_fitting(reader, manifest, recovery.state, restored.plain.get("plain"))
-    return restored, StorageSource(reader, manifest)
+    return restored, StorageSource(reader, manifest, recovery.state)
 
 
 def open_dense(reader: StoreReader, manifest: Manifest, rank: int, admits: Admits | None) -> Restored:

@@ -354,7 +354,7 @@ def load_step(
         return Named(reader, manifest, restored)
 
     named = together(comm, fitting)
-    StorageSource(named.reader, named.manifest, weights_only=model_only).load(comm, state)
+    StorageSource(named.reader, named.manifest, state, weights_only=model_only).load(comm)
     return named
 
 
@@ -371,7 +371,7 @@ def whole_tensors(comm: Communicator, reader: StoreReader, manifest: Manifest) -
         PeerLostError: A peer is gone.
     """
     stored_of = reader.index(manifest).tensors
-    loader = TensorLoader(reader, stored_of)
+    loader = TensorLoader(reader, [stored_of])
     loader.share(comm)
     tensors: dict[str, torch.Tensor] = {}
 
@@ -384,5 +384,5 @@ def whole_tensors(comm: Communicator, reader: StoreReader, manifest: Manifest) -
             for key, whole in tensors.items()
         ]
 
-    together(comm, lambda: loader.load(made))
+    together(comm, lambda: loader.write(made))
     return tensors

@@ -42,30 +42,28 @@ def open_window(recovery: Recovery, reader: StoreReader, manifest: Manifest) -> 
     if recovery.admits is not None:
         recovery.admits(manifest, plain)
     require_fitting(reader, manifest, recovery.state, plain.get("plain"))
-    replay = WindowReplay(reader, manifest, recovery.state, rank)
+    source = WindowSource(reader, manifest, recovery.state, rank)
     path = state_path(manifest.slots[0].directory, rank)
-    return Restored(manifest, plain, None, replay, path), WindowSource(reader, manifest, replay)
+    return Restored(manifest, plain, None, source.replay, path), source
 
 
 class WindowReplay(StepReplay):
     """The replay of one window. Recovery loads its first step.
 
     Args:
+        loader: Writes what the window has of its steps.
         reader: Reader of the checkpoint.
         manifest: Manifest of the window.
         state: Training state to write.
         rank: This rank.
-
-    Attributes:
-        loader: Verifies and writes what the window has of its steps.
     """
 
-    def __init__(self, reader: StoreReader, manifest: Manifest, state: TrainingState, rank: int) -> None:
+    def __init__(
+        self, loader: TensorLoader, reader: StoreReader, manifest: Manifest, state: TrainingState, rank: int
+    ) -> None:
         super().__init__(manifest, loaded=0)
-        self._reader, self._state, self._rank = reader, state, rank
+        self._loader, self._reader, self._state, self._rank = loader, reader, state, rank
         self._index: TensorIndex = reader.index(manifest)
-        # All steps are verified, so that the replay cannot fail half way.
-        self.loader = TensorLoader(reader, self._index.tensors, *self._index.replay.values())
 
     def load(self) -> None:
         step = self.upcoming_step
@@ -74,15 +72,15 @@ class WindowReplay(StepReplay):
             prepare_state(self._state, self._optimizer_tensors)
             return self._state.tensors()
 
-        self.loader.load(prepared, self._stored(step))
+        self._loader.write(prepared, self._stored(step))
         super().load()
 
     def load_agreed(self) -> None:
-        self.loader.agreed(self.manifest.directory, self.load)
+        self._loader.agreed(self.manifest.directory, self.load)
 
     def repeat(self) -> None:
         # Always, since torch does not count every write: ``.data``, which Megatron's QK-clip uses, has its own version.
-        TensorLoader(self._reader, self._stored(self._steps[self._loaded - 1])).load(self._state.tensors)
+        TensorLoader(self._reader, [self._stored(self._steps[self._loaded - 1])]).write(self._state.tensors)
 
     def upcoming(self) -> Plain:
         return {} if self.is_loaded else self._reader.state(self.manifest.slots[self._loaded], self._rank)
@@ -105,14 +103,14 @@ class WindowReplay(StepReplay):
 
 
 class WindowSource(StorageSource):
-    """A sparse window: its first step is loaded, and ``replay`` computes the others."""
+    """A sparse window: its first step is loaded, and ``replay`` computes the others. All steps are verified, so that
+    the replay cannot fail half way."""
 
-    def __init__(self, reader: StoreReader, manifest: Manifest, replay: WindowReplay) -> None:
-        super().__init__(reader, manifest)
-        self._replay, self.loader = replay, replay.loader
+    def __init__(self, reader: StoreReader, manifest: Manifest, state: TrainingState, rank: int) -> None:
+        super().__init__(reader, manifest, state)
+        self.replay = WindowReplay(self, reader, manifest, state, rank)
 
-    def prepare_and_write(self, state: TrainingState) -> None:
+    def prepare_and_write(self) -> None:
         """Writes the window's first step. The replay creates optimizer state step by step. A collective if reading is
         shared."""
-        self._replay.loader = self.loader
-        self._replay.load()
+        self.replay.load()

@@ -328,12 +328,12 @@ def load_steps_into_shards(trainer: pl.Trainer) -> None:
         def admits(manifest: Manifest, plain: Mapping[str, Any]) -> None:
             check_state(trainer, plain, state_path(manifest.directory, rank_of_state(manifest, comm.rank)))
 
-        reader, manifest, restored = load_step(comm, opens, state, admits, model_only=not fitting)
+        reader, restored = load_step(comm, opens, state, admits, model_only=not fitting)
         plain = restored.plain["plain"]
         with loading_state("the model and its optimizers", restored.path):
             state.load_plain(plain if fitting else {**plain, "optimizers": []})
         checkpoint = dict(restored.plain["checkpoint"])
         checkpoint.update(state_dict={}, optimizer_states=[])
-        return checkpoint | _resumed(reader, manifest, restored.plain)
+        return checkpoint | _resumed(reader, restored.manifest, restored.plain)
 
     trainer.strategy.load_checkpoint = load_checkpoint  # type: ignore[method-assign, assignment]

@@ -245,7 +245,7 @@ def load_handover(
             )
         reader = _RenamingReader(locate(text)[0], state)
         with raising_on_all_ranks(comm, text, directory):
-            _, manifest, restored = load_step(comm, lambda: (reader, reader.manifest(directory)), state, admits)
-        return Handover(reader, manifest, restored.plain, restored.path, passed)
+            _, restored = load_step(comm, lambda: (reader, reader.manifest(directory)), state, admits)
+        return Handover(reader, restored.manifest, restored.plain, restored.path, passed)
 
     return newest() if locate(text)[1] is not None else listed_again(newest)

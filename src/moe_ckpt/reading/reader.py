@@ -182,8 +182,8 @@ class StoreReader:
     def headers(self, manifest: Manifest) -> dict[str, ShardHeader]:
         """Returns the header of every shard that the manifest names, by path."""
         todo = [record for record in manifest.files if record not in self._headers]
-        for record, header in zip(todo, ahead(ThreadName.HEADERS, _HEADER_READERS, self.header, todo), strict=True):
-            self._headers[record] = header
+        for _ in ahead(ThreadName.HEADERS, _HEADER_READERS, self.header, todo):
+            pass
         headers = {record.path: self._headers[record] for record in manifest.files}
         for record in manifest.files:
             run_id = headers[record.path].run_id
@@ -192,9 +192,11 @@ class StoreReader:
         return headers
 
     def header(self, record: FileRecord) -> ShardHeader:
-        """Returns one shard's header."""
-        with reported(record.path, record.step, record.rank):
-            return read_header(self.storage, record)
+        """Returns one shard's header. On any thread."""
+        if record not in self._headers:
+            with reported(record.path, record.step, record.rank):
+                self._headers[record] = read_header(self.storage, record)
+        return self._headers[record]
 
     def index(self, manifest: Manifest) -> TensorIndex:
         """Returns the index of a checkpoint; the last one is kept."""
@@ -303,13 +305,21 @@ def check_checkpoint(reader: StoreReader, manifest: Manifest, *, slices: bool = 
         CoverageError: Parts are missing.
     """
     reader.prove(manifest)
+    require_states(manifest)
     for slot in manifest.slots:
-        if sorted(record.rank for record in slot.states) != list(range(manifest.world_size)):
-            raise CoverageError(f"checkpoint {manifest.directory}", (f"step {slot.step} lacks a rank's state",))
         for record in slot.states:
             reader.state(slot, record.rank)
     if slices:
         reader.verify(reader.index(manifest).live)
+
+
+def require_states(manifest: Manifest) -> None:
+    """Raises ``CoverageError`` unless the manifest names the plain state of every rank, once, at every step."""
+    for slot in manifest.slots:
+        ranks = sorted(record.rank for record in slot.states)
+        if ranks != list(range(manifest.world_size)):
+            reason = f"step {slot.step} has the states of ranks {ranks}, of {manifest.world_size}"
+            raise CoverageError(f"checkpoint {manifest.directory}", (reason,))
 
 
 def choose(

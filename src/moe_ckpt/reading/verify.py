@@ -11,8 +11,8 @@ from moe_ckpt.errors import CoverageError, DamagedError, StepRemovedError, Store
 from moe_ckpt.format.manifest import MANIFEST_NAME, STORE_NAME, FileRecord, Manifest
 from moe_ckpt.format.run_records import FINISHED_NAME, Finished
 from moe_ckpt.format.shard import ShardHeader
-from moe_ckpt.reading.index import StoredSlice, TensorIndex, build_index, prove
-from moe_ckpt.reading.reader import StoreReader
+from moe_ckpt.reading.index import StoredSlice, prove
+from moe_ckpt.reading.reader import StoreReader, require_states
 from moe_ckpt.reading.slices import BadSlice, find_damage, reported
 from moe_ckpt.run.documents import read_sealed
 from moe_ckpt.storage.base import ReadableStorage
@@ -131,27 +131,23 @@ def _check_finished(storage: ReadableStorage, findings: _Findings) -> None:
 
 def _check_step(reader: StoreReader, directory: str, findings: _Findings) -> None:
     """Checks manifest, headers, coverage and states of one step. Raises ``StepRemovedError``."""
-    manifest: Manifest | None = None
     with findings.noting(directory):
         manifest = reader.manifest(directory)
-    index = None if manifest is None else _index(reader, manifest, findings)
-    if manifest is None or index is None:
-        return
-    for stored in index.live:
-        findings.users.setdefault(stored, []).append(directory)
-    for slot in manifest.slots:
-        _check_states(reader, slot, directory, findings)
-    try:
-        prove(manifest, index)
+        for record in manifest.files:
+            with findings.noting(directory):
+                findings.headers[record] = reader.header(record)
+        if not all(record in findings.headers for record in manifest.files):
+            return
+        index = reader.index(manifest)
+        for stored in index.live:
+            findings.users.setdefault(stored, []).append(directory)
         for slot in manifest.slots:
-            ranks = sorted(record.rank for record in slot.states)
-            if ranks != list(range(manifest.world_size)):
-                reason = f"step {slot.step} has the states of ranks {ranks}, of {manifest.world_size}"
-                raise CoverageError(directory, (reason,))
-    except CoverageError as error:
-        findings.add(DamagedError(f"{directory}/{MANIFEST_NAME}", str(error), step=manifest.step), [directory])
-    except DamagedError as error:
-        findings.add(error, [directory])
+            _check_states(reader, slot, directory, findings)
+        try:
+            prove(manifest, index)
+            require_states(manifest)
+        except CoverageError as error:
+            raise DamagedError(f"{directory}/{MANIFEST_NAME}", str(error), step=manifest.step) from error
 
 
 def _check_states(reader: StoreReader, slot: Manifest, directory: str, findings: _Findings) -> None:
@@ -161,18 +157,6 @@ def _check_states(reader: StoreReader, slot: Manifest, directory: str, findings:
     for record in slot.states:
         with findings.noting(directory, only=record.path):
             reader.state(slot, record.rank)
-
-
-def _index(reader: StoreReader, manifest: Manifest, findings: _Findings) -> TensorIndex | None:
-    """Returns the index of a step, or None after noting which of its shards cannot be used."""
-    for record in manifest.files:
-        with findings.noting(manifest.directory):
-            if record not in findings.headers:
-                findings.headers[record] = reader.header(record)
-    if all(record in findings.headers for record in manifest.files):
-        with findings.noting(manifest.directory):
-            return build_index(manifest, reader.headers(manifest))
-    return None
 
 
 def _check_slices(storage: ReadableStorage, findings: _Findings, progress: Progress) -> None:

@@ -13,7 +13,6 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -320,18 +319,10 @@ def _ranks(begin: int, end: int) -> str:
 # --- a checkpoint that a user names, without a fallback ---
 
 
-class Named(NamedTuple):
-    """A checkpoint that is loaded, but for its plain state."""
-
-    reader: StoreReader
-    manifest: Manifest
-    restored: Restored
-
-
 def load_step(
     comm: Communicator, opens: Opens, state: TrainingState, admits: Admits | None = None, *, model_only: bool = False
-) -> Named:
-    """Loads a checkpoint into ``state``. A collective, on the training thread.
+) -> tuple[StoreReader, Restored]:
+    """Loads a checkpoint into ``state``, but for its plain state. A collective, on the training thread.
 
     Args:
         comm: The ranks.
@@ -346,16 +337,16 @@ def load_step(
         PeerLostError: A peer is gone.
     """
 
-    def fitting() -> Named:
+    def fitting() -> tuple[StoreReader, Restored]:
         reader, manifest = opens()
         require_dense(manifest)
         restored = open_dense(reader, manifest, comm.rank, admits)
         require_fitting(reader, manifest, state, None if model_only else restored.plain.get("plain"))
-        return Named(reader, manifest, restored)
+        return reader, restored
 
-    named = together(comm, fitting)
-    StorageSource(named.reader, named.manifest, state, weights_only=model_only).load(comm)
-    return named
+    reader, restored = together(comm, fitting)
+    StorageSource(reader, restored.manifest, state, weights_only=model_only).load(comm)
+    return reader, restored
 
 
 def whole_tensors(comm: Communicator, reader: StoreReader, manifest: Manifest) -> dict[str, torch.Tensor]:

@@ -76,41 +76,24 @@ class MemoryOutside:
 
     def __init__(self, reader: StoreReader, roots: Sequence[str]) -> None:
         self._reader = reader
-        self._exit = contextlib.ExitStack()
         self.damages: list[str] = []
-        try:
-            self._open(roots)
-        except BaseException:
-            self._exit.close()
-            raise
-
-    def _open(self, roots: Sequence[str]) -> None:
-        reader, run_id = self._reader, self._reader.identity().run_id
-        model = _model_of(reader)
-        runs = [run for root in roots for run in sorted(user_directory(root).glob(f"{run_id}-*"))]
+        run_id, model = reader.identity().run_id, _model_of(reader)
         slots: list[FoundSlot] = []
-        for run in runs:
-            for _, _, path in rank_directories(run):
-                self._exit.callback(self._locked(path).release)
-                slots += _slots_of(path, reader.storage.root)
-        if not slots:
-            raise NoCheckpointError(_nothing(reader, roots))
-        self.memory = MemoryCheckpoints(SoloCommunicator(), _Memory(slots, run_id, model), reader)
-
-    @staticmethod
-    def _locked(path: Path) -> RankDirectory:
-        taken = RankDirectory.take(path)
-        if taken is None:
-            raise StoreError(
-                f"{path} is held by {said_holder(holder_of(path))}: its run is still running. End it first"
-            )
-        return taken
+        with contextlib.ExitStack() as locks:
+            for run in (run for root in roots for run in sorted(user_directory(root).glob(f"{run_id}-*"))):
+                for _, _, path in rank_directories(run):
+                    locks.callback(_locked(path).release)
+                    slots += _slots_of(path, reader.storage.root)
+            if not slots:
+                raise NoCheckpointError(_nothing(reader, roots))
+            self.memory = MemoryCheckpoints(SoloCommunicator(), _Memory(slots, run_id, model), reader)
+            self._locks = locks.pop_all()
 
     def __enter__(self) -> MemoryOutside:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._exit.close()
+        self._locks.close()
 
     def steps(self) -> list[int]:
         """Returns the steps that memory can give and that storage does not have, newest first."""
@@ -238,6 +221,13 @@ def verify_opened(opened: OpenedMemory) -> None:
 
 def _because(damages: Sequence[str]) -> str:
     return f", because of damage: {'; '.join(damages)}" if damages else ""
+
+
+def _locked(path: Path) -> RankDirectory:
+    taken = RankDirectory.take(path)
+    if taken is None:
+        raise StoreError(f"{path} is held by {said_holder(holder_of(path))}: its run is still running. End it first")
+    return taken
 
 
 def _slots_of(path: Path, store: str) -> Iterator[FoundSlot]:

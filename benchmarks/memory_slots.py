@@ -38,14 +38,15 @@ from benchmarks.synthetic import StillState, synthetic
 from moe_ckpt import Memory
 from moe_ckpt.comm.communicator import SoloCommunicator
 from moe_ckpt.core.placement import everywhere
-from moe_ckpt.memory.arena import Arena
+from moe_ckpt.memory.arena import Arena, Buffer
 from moe_ckpt.policies import Dense
 from moe_ckpt.recovery.resume import resume_newest
 from moe_ckpt.run.agreement import Deferred, StepTokens
 from moe_ckpt.run.context import RunContext
 from moe_ckpt.run.options import Settings
 from moe_ckpt.session.session import CheckpointSession
-from moe_ckpt.slices.checksums import Checker, CopiedPart
+from moe_ckpt.slices.checksums import Checker
+from moe_ckpt.slices.snapshot import parts_in
 from moe_ckpt.storage import LocalStorage
 from moe_ckpt.storage.lock import StoreLock
 
@@ -87,11 +88,11 @@ def copies(mib: int, rounds: int, directory: Path) -> dict[str, list[float]]:
             raise OSError(ctypes.get_errno(), "pages cannot be given back")
 
     plan, memory = compiled(_state(mib).catalog, _state(mib).tensors())
-    parts = [CopiedPart(part, memory[at : at + part.nbytes], lambda end: None) for at, part in plan.parts]
+    parts = parts_in(plan, [Buffer(0, memory)])
 
     def checked(threads: int) -> Callable[[], object]:
         checker = Checker(threads)
-        return lambda: checker.check(parts, lambda key: True)
+        return lambda: checker.check(parts, lambda key: True, lambda number, end: None)
 
     move(warm)
     move(sparse)

@@ -19,7 +19,8 @@ from moe_ckpt import Memory
 from moe_ckpt.policies import MoC
 from moe_ckpt.reading.reader import StoreReader, check_checkpoint
 from moe_ckpt.slices import checksums
-from moe_ckpt.slices.checksums import Checker, CopiedPart, checksums_of
+from moe_ckpt.slices.checksums import Checker, checksums_of
+from moe_ckpt.slices.snapshot import SnapshotPart
 from moe_ckpt.storage import LocalStorage
 from moe_ckpt.threads import ThreadName
 from tests.unit.engine_parts import Life
@@ -69,8 +70,12 @@ def test_a_part_is_checked_in_any_number_of_tasks_by_any_number_of_threads(stret
     checker = Checker(threads)
     with mock.patch.multiple(checksums, _TASK_NBYTES=256, _WARM_NBYTES=64):
         part = SimpleNamespace(pieces=checksums.pieces_of(ends, of_kinds), slices=listed)
-        copied = CopiedPart(part, torch.frombuffer(bytearray(raw or b"0"), dtype=torch.uint8), asked.append)
-        [(sums, first), *_] = checker.check([copied, copied], lambda key: key != f"model/{min(chosen, default=-1)}")
+        copied = SnapshotPart(0, 0, part, torch.frombuffer(bytearray(raw or b"0"), dtype=torch.uint8))
+        [(sums, first), *_] = checker.check(
+            [copied, copied],
+            lambda key: key != f"model/{min(chosen, default=-1)}",
+            lambda number, end: asked.append(end),
+        )
     checker.close()
     expected = [xxhash.xxh3_64_intdigest(raw[begin:end]) for begin, end in pairwise([0, *ends.tolist()])]
     assert sums.tolist() == expected
@@ -81,7 +86,7 @@ def test_a_part_is_checked_in_any_number_of_tasks_by_any_number_of_threads(stret
 def test_whoever_closes_it_may_still_check():
     checker = Checker(2)
     checker.close()
-    assert checker.check([], lambda key: True) == []
+    assert checker.check([], lambda key: True, lambda number, end: None) == []
 
 
 @pytest.mark.parametrize("in_memory", [True, False], ids=["memory", "private"])

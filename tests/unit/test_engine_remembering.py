@@ -13,13 +13,14 @@ from moe_ckpt.core.step import Contents, SnapshotPlan, WindowPlace
 from moe_ckpt.core.window import Window, slot_plan
 from moe_ckpt.format.shard import SliceEntry
 from moe_ckpt.ledger.coverage import PRIME, cover_sum
+from moe_ckpt.memory.arena import Buffer
 from moe_ckpt.modeling.training_state import specs_of
 from moe_ckpt.ports import StateTensor
 from moe_ckpt.run.run_ledger import places
 from moe_ckpt.slices import compiling
 from moe_ckpt.slices.compiling import CompiledPlan, PlanCompiler
 from moe_ckpt.slices.copying import carry_out, target
-from moe_ckpt.slices.snapshot import copy_at_once
+from moe_ckpt.slices.snapshot import copy_at_once, parts_in
 from tests.unit.builders import catalog
 
 MODEL = catalog(2, 4)
@@ -127,8 +128,7 @@ def test_side_tensors_of_each_time_are_copied():
     for value in (1.0, 2.0):
         plan = made.compile(contents(MODEL.everything), tensors, specs, [SIDE])
         memory = torch.zeros(plan.nbytes, dtype=torch.uint8)
-        parts = [(part, memory[base : base + part.nbytes]) for base, part in plan.parts]
-        copy_at_once(parts, [(SIDE, torch.tensor([value]))])
+        copy_at_once(parts_in(plan, [Buffer(0, memory)]), [(SIDE, torch.tensor([value]))])
         [(base, part)] = [(base, part) for base, part in plan.parts if part.side]
         assert target(part.entries[part.side[0]], memory[base : base + part.nbytes]).tolist() == [value]
 

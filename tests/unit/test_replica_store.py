@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -13,7 +14,7 @@ import torch
 from moe_ckpt.errors import MemoryFullError
 from moe_ckpt.peers.store import Extents, Incoming, ReplicaStore
 from moe_ckpt.slices.checksums import digests_of
-from moe_ckpt.slices.snapshot import Mirror
+from moe_ckpt.slices.snapshot import SnapshotPart
 from tests.support.replicas import checksum, slot_header
 
 SIZES = {"a": 5, "b": 40, "c": 8, "d": 100}
@@ -103,12 +104,13 @@ def test_gradients_go_by_themselves():
     assert made == []
 
 
-def mirror_of(memory: torch.Tensor, names: list[str]) -> Mirror:
+def mirror_of(memory: torch.Tensor, names: list[str]) -> SnapshotPart:
     """Of these slices, one after the other."""
     ends = dict(zip(SIZES, np.cumsum(list(SIZES.values())).tolist(), strict=True))
     pieces = [memory[ends[name] - SIZES[name] : ends[name]] for name in names]
     part = SimpleNamespace(names=digests_of(names), ends=np.cumsum([SIZES[name] for name in names]))
-    return Mirror(part, torch.cat(pieces) if pieces else torch.zeros(0, dtype=torch.uint8))  # type: ignore[arg-type]
+    memory = torch.cat(pieces) if pieces else torch.zeros(0, dtype=torch.uint8)
+    return SnapshotPart(0, 0, part, memory)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -145,16 +147,16 @@ def test_other_bytes_are_asked_for_and_counted():
 
 def test_a_copy_waits_for_this_ranks_own_snapshot_and_no_longer_than_told():
     store, _ = store_of(room=1)
-    assert store.mirror_of(1, 5, 60.0) is None, "nobody said that there would be any"
+    assert store.mirror_of(1, 5, 60.0) == (), "nobody said that there would be any"
     store.expects_mirrors = True
-    assert store.mirror_of(1, 5, 0.01) is None
-    mirror = mirror_of(filled(), ["a"])
-    found: list[Mirror | None] = []
+    assert store.mirror_of(1, 5, 0.01) == ()
+    mirrors = [mirror_of(filled(), ["a"])]
+    found: list[Sequence[SnapshotPart]] = []
     waiting = threading.Thread(target=lambda: found.append(store.mirror_of(1, 5, 60.0)))
     waiting.start()
-    store.mirrored(5, {1: mirror})
+    store.mirrored(5, {1: mirrors})
     waiting.join(60.0)
-    assert found == [mirror]
-    assert store.mirror_of(1, 5, 60.0) is None, "it is given once"
+    assert found == [mirrors]
+    assert store.mirror_of(1, 5, 60.0) == (), "it is given once"
     store.mirrored(7, {})
-    assert store.mirror_of(1, 6, 60.0) is None, "of a snapshot that was left out nothing will come"
+    assert store.mirror_of(1, 6, 60.0) == (), "of a snapshot that was left out nothing will come"

@@ -28,7 +28,6 @@ from moe_ckpt.format.manifest import (
     age_of,
     encode_part,
 )
-from moe_ckpt.format.sealed import Fragment
 from moe_ckpt.ledger import freshness
 from moe_ckpt.ledger.ledger import Ledger, Versions
 from moe_ckpt.run.context import RunContext
@@ -275,7 +274,7 @@ class Committer:
             parent=self.parent,
             policy=dict(facts.policy),
             measured=dict(facts.measured),
-            tokens=tokens.to_dict(Fragment.of_counts) | window_began(None if first is None else first.result()),
+            tokens=tokens.to_dict() | window_began(None if first is None else first.result()),
             window=tuple(SlotRecord(age_of(part.record.directory)[1], ()) for part in before),
             passed_over=self._passed_over,
             parts=tuple(part.record for part in view.numbered.values()),

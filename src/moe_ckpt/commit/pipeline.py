@@ -32,7 +32,7 @@ from moe_ckpt.slices.checksums import Checker, checking_threads
 from moe_ckpt.slices.compiling import CompiledPart, PlanCompiler
 from moe_ckpt.slices.copying import Copier, Copy
 from moe_ckpt.slices.local_state import MirroredShares
-from moe_ckpt.slices.snapshot import Encode, Snapshot, copy_at_once, placed
+from moe_ckpt.slices.snapshot import Encode, Snapshot, copy_at_once, parts_in
 from moe_ckpt.threads import ThreadName
 from moe_ckpt.tiers.host_memory import leave
 from moe_ckpt.tiers.memory_tier import MemoryTier
@@ -186,12 +186,12 @@ class Pipeline:
                 f"gradients or weights of {len(gradients.changed)} parameters ({min(gradients.changed)}, ...) were "
                 "changed by something other than the optimizer, so the update cannot be logged"
             )
-        parts = list(placed(plan, buffers))
-        self._consumed = tuple(part for part, _ in parts if part.is_consumed)
+        parts = parts_in(plan, buffers)
+        self._consumed = tuple(part.part for part in parts if part.part.is_consumed)
         on_device = copy_at_once(parts, side)
         if self._gate is not None:  # the next iteration begins, in which it may hold copies and sends back
             self._gate.step_begins()
-        self._copy = self._copier.start([(part.copies, memory) for part, memory in parts], on_device=on_device)
+        self._copy = self._copier.start([(part.part.copies, part.memory) for part in parts], on_device=on_device)
         snapshot = Snapshot(
             identity=identity,
             contents=contents,
@@ -199,6 +199,7 @@ class Pipeline:
             applied=applied,
             plan=plan,
             buffers=buffers,
+            parts=parts,
             copy=self._copy,
             state=encoded,
             began_at=time.perf_counter(),

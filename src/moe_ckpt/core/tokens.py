@@ -9,7 +9,7 @@ experts lack, divided by tokens * k summed over MoE layers, for the whole run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from math import fsum
@@ -243,15 +243,11 @@ class TokenBook:
             return 0.0
         return (self.lost_tokens + int(self.unsaved(tier).sum())) / self.routed_tokens
 
-    def to_dict(self, of_counts: Callable[[Counts], Any] = np.ndarray.tolist) -> dict[str, Any]:
-        """Returns the book as plain data.
-
-        Args:
-            of_counts: Converts a table of tokens.
-        """
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the book as plain data."""
         return {
-            "applied": of_counts(self.applied),
-            "saved": {tier.value: of_counts(counts) for tier, counts in self.saved.items()},
+            "applied": self.applied.tolist(),
+            "saved": {tier.value: counts.tolist() for tier, counts in self.saved.items()},
             **fault_rows(self.faults),
         }
 

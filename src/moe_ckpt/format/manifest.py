@@ -216,7 +216,7 @@ class Manifest:
     Attributes:
         parent: Directory of the checkpoint from which this life of the run resumed; None if there was none.
         index: Checkpoints begun before this one in the run (``RunFacts.index``).
-        tokens: ``TokenBook.to_dict()``, its tables as fragments before it is written.
+        tokens: ``TokenBook.to_dict()``.
         policy: ``Policy.describe()``.
         measured: Fields of ``policies.base.Measured`` that rank 0 knew when the snapshot began, so that a restarted run
             need not measure them again.

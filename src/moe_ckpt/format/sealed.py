@@ -11,8 +11,6 @@ from collections.abc import Iterable
 from itertools import chain, compress
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
 import xxhash
 
 from moe_ckpt.errors import DamagedError
@@ -25,28 +23,19 @@ class Fragment:
     """An encoded list or object of JSON-ready values, for use in documents. It never changes.
 
     Attributes:
-        value: The list or object. Fragments ``of_rows`` and ``of_counts`` do not have it.
+        value: The list or object. Fragments ``of_rows`` do not have it.
         raw: As JSON.
-        depth: How deep lists and objects are nested.
     """
 
     def __init__(self, value: list[Any] | dict[str, Any]) -> None:
         self.value = value
         self.raw = _dumps(value).encode()
-        self.depth = nesting(value)
 
     @classmethod
     def of_rows(cls, rows: bytes) -> Fragment:
         """Returns a list of encoded items: each is a plain value or a list of these, as JSON, and a comma."""
         made = cls.__new__(cls)
-        made.raw, made.depth = b"[%b]" % rows[:-1], 2
-        return made
-
-    @classmethod
-    def of_counts(cls, table: npt.NDArray[np.int64]) -> Fragment:
-        """Returns a table ``[rows, columns]`` of whole numbers from 0 on."""
-        made = cls.__new__(cls)
-        made.raw, made.depth = _dumps(table.tolist()).encode(), 2
+        made.raw = b"[%b]" % rows[:-1]
         return made
 
 
@@ -65,28 +54,20 @@ class FixedStrings(list[str]):
         return self
 
 
-_CONTAINERS = (dict, list, tuple, Fragment)
-
-
-def nesting(document: Any, most: int | None = None) -> int:
+def nesting(document: Any, most: int) -> int:
     """Returns how deep lists and objects are nested; ``most + 1`` where there are more than ``most``.
 
-    Not recursive, and no Python runs for a number or a text. Fragments have their depth.
+    Not recursive, and no Python runs for a number or a text. What a fragment has in it does not count.
     """
-    level, depth, deepest = _containers([document]), 0, 0
-    while level:
+    level, depth = _containers([document]), 0
+    while level and depth <= most:
         depth += 1
-        fragments = [container.depth for container in level if type(container) is Fragment]
-        deepest = max(deepest, depth, *(depth - 1 + inner for inner in fragments))
-        if most is not None and deepest > most:
-            return most + 1
-        rest = [container for container in level if type(container) is not Fragment] if fragments else level
-        level = _containers(list(chain.from_iterable(e.values() if isinstance(e, dict) else e for e in rest)))
-    return deepest
+        level = _containers(list(chain.from_iterable(e.values() if isinstance(e, dict) else e for e in level)))
+    return depth
 
 
 def _containers(values: list[Any]) -> list[Any]:
-    kinds = {kind for kind in set(map(type, values)) if issubclass(kind, _CONTAINERS)}
+    kinds = {kind for kind in set(map(type, values)) if issubclass(kind, (dict, list, tuple))}
     return list(compress(values, map(kinds.__contains__, map(type, values)))) if kinds else []
 
 
@@ -144,13 +125,12 @@ MAX_SEALED_BYTES = 1 << 30
 
 
 def seal(body: dict[str, Any]) -> bytes:
-    """Returns the bytes of a sealed document. Fragments are not encoded again.
+    """Returns the bytes of a sealed document. Fragments are not encoded again. State of others is nested no deeper than
+    readers go (``format.tree``).
 
     Raises:
-        ValueError: it holds NaN or infinity (encode those first), or is nested deeper than readers go.
+        ValueError: it holds NaN or infinity (encode those first).
     """
-    if nesting(body, MOST_DEPTH) > MOST_DEPTH:
-        raise ValueError(f"a document is nested more than {MOST_DEPTH} times, which no reader opens")
     raw = encode_json(body)
     return _OPEN + digest(raw).encode() + _MIDDLE + raw + _CLOSE
 

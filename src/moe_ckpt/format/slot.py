@@ -147,12 +147,12 @@ def encoded(contents: Contents, facts: Facts, full: Fragment | None = None) -> d
         "facts": {
             "index": facts.index,
             "base": facts.base,
-            "applied": Fragment.of_counts(facts.applied),
+            "applied": facts.applied.tolist(),
             **fault_rows(facts.faults),
             "policy": dict(facts.policy),
             "measured": dict(facts.measured),
-            "lost": None if facts.lost is None else Fragment.of_counts(facts.lost),
-            "counted": None if facts.counted is None else Fragment.of_counts(facts.counted),
+            "lost": None if facts.lost is None else facts.lost.tolist(),
+            "counted": None if facts.counted is None else facts.counted.tolist(),
         },
     }
 

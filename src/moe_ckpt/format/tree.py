@@ -21,8 +21,8 @@ from moe_ckpt.format.schema import MOST_DEPTH, shown
 from moe_ckpt.format.sealed import FixedStrings, Fragment, nesting
 
 _TAG = "$"
-_MOST_DEPTH = MOST_DEPTH - 2
-"""Without the levels of a state file itself."""
+_MOST_DEPTH = MOST_DEPTH - 3
+"""Without the levels of a state file itself, and of a list of fixed strings."""
 _ARRAYS = {
     name: np.dtype(name)
     for name in (

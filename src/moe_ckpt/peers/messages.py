@@ -10,7 +10,7 @@ import enum
 import logging
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
@@ -23,7 +23,7 @@ from moe_ckpt.format.slot import SlotHeader
 from moe_ckpt.peers.store import HeaderReader, Incoming, ReplicaStore, decoded
 from moe_ckpt.peers.wire import CHUNK_NBYTES, Link, Wire
 from moe_ckpt.ports import GatedTransfer
-from moe_ckpt.slices.snapshot import Mirror
+from moe_ckpt.slices.snapshot import SnapshotPart
 
 log = logging.getLogger("moe_ckpt")
 
@@ -249,13 +249,11 @@ class CopyReceiver:
             return Answer(Status.FAILED)
         return Answer(Status.HELD)
 
-    def _fill(self, incoming: Incoming, mirror: Mirror | None, step: int) -> None:
-        """Fills the copy from this rank's own state. Keeps no reference to the mirror, since its memory is needed
-        soon."""
+    def _fill(self, incoming: Incoming, mirrors: Sequence[SnapshotPart], step: int) -> None:
+        """Fills the copy from this rank's own state. Keeps no reference to that, since its memory is needed soon."""
         link, differ = self._link, 0
-        while mirror is not None:
+        for mirror in mirrors:
             differ += incoming.fill(mirror)
-            mirror = mirror.following
         if differ:
             log.warning(
                 "%d slices of step %d differ between rank %d and rank %d, which should hold the same; those of rank %d "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +18,7 @@ from moe_ckpt.ledger.coverage import joined_ranges
 from moe_ckpt.memory.slot import Slot
 from moe_ckpt.slices.checksums import digests_of
 from moe_ckpt.slices.cuts import Numbers
-from moe_ckpt.slices.snapshot import Mirror
+from moe_ckpt.slices.snapshot import SnapshotPart
 
 _CACHED_NBYTES = 64 << 20
 """Most bytes of cached heads per source. A policy saves other slices at every step, but later the first ones again."""
@@ -131,7 +131,7 @@ class Incoming:
         self._left = list(range(len(extents.ends)))
         self._next = 0
 
-    def fill(self, mirror: Mirror) -> int:
+    def fill(self, mirror: SnapshotPart) -> int:
         """Fills the copy from ``mirror`` as far as possible; only the rest is requested.
 
         Returns:
@@ -194,16 +194,16 @@ class ReplicaStore:
         self._kept: dict[Key, Slot] = {}
         self._lock = threading.Lock()
         self._spare: frozenset[int] = frozenset()
-        self._mirrors: dict[int, dict[int, Mirror]] = {}
+        self._mirrors: dict[int, dict[int, Sequence[SnapshotPart]]] = {}
         self._mirrored = threading.Condition(self._lock)
         self._is_closed = False
 
-    def mirrored(self, sequence: int, mirrors: Mapping[int, Mirror]) -> None:
+    def mirrored(self, sequence: int, mirrors: Mapping[int, Sequence[SnapshotPart]]) -> None:
         """Notes that this rank's own snapshot is in memory, so that copies can be filled from it.
 
         Args:
             sequence: Of the snapshot.
-            mirrors: Source -> the part of its share that this rank's own state duplicates; empty if the snapshot could
+            mirrors: Source -> the parts of its share that this rank's own state duplicates; empty if the snapshot could
                 not be made: then all bytes are requested from the sources.
         """
         with self._mirrored:
@@ -214,8 +214,10 @@ class ReplicaStore:
                 del self._mirrors[old]
             self._mirrored.notify_all()
 
-    def mirror_of(self, source: int, sequence: int, timeout_secs: float, *, again: bool = False) -> Mirror | None:
-        """Returns this rank's duplicate of a source's snapshot; None if there is none in time.
+    def mirror_of(
+        self, source: int, sequence: int, timeout_secs: float, *, again: bool = False
+    ) -> Sequence[SnapshotPart]:
+        """Returns this rank's duplicate of a source's snapshot; nothing if there is none in time.
 
         Args:
             source: Rank whose snapshot it is.
@@ -230,7 +232,7 @@ class ReplicaStore:
         with self._mirrored:
             self._mirrored.wait_for(is_known, timeout_secs)
             mirrors = self._mirrors.get(sequence, {})
-            return mirrors.get(source) if again else mirrors.pop(source, None)
+            return mirrors.get(source, ()) if again else mirrors.pop(source, ())
 
     def reserve(self, header: SlotHeader, raw: bytes, extents: Extents, nbytes: int) -> Incoming:
         """Prepares to receive a copy.

@@ -26,6 +26,7 @@ from moe_ckpt.threads import ThreadName, named_pool
 
 if TYPE_CHECKING:
     from moe_ckpt.slices.compiling import CompiledPart
+    from moe_ckpt.slices.snapshot import SnapshotPart
 
 _WARM_NBYTES = 4 << 20
 """Read twice in a row: a cache has so many, and to ask for each call takes little beside it."""
@@ -35,20 +36,8 @@ _CORES_PER_THREAD = 4
 
 Judged = Callable[[str], bool]
 """Says of a slice's key whether its values count (``judged_in``)."""
-
-
-class CopiedPart(NamedTuple):
-    """A part of a plan, and where its bytes arrive.
-
-    Attributes:
-        part: Which.
-        memory: Its bytes, uint8.
-        arrive: Returns when those up to a given one are there.
-    """
-
-    part: CompiledPart
-    memory: torch.Tensor
-    arrive: Callable[[int], None]
+Arrive = Callable[[int, int], None]
+"""Returns when the first bytes of a part, by its number and up to a given one, are in host memory."""
 
 
 class Checker:
@@ -61,12 +50,12 @@ class Checker:
     def __init__(self, threads: int) -> None:
         self._pool = named_pool(ThreadName.CHECKSUM, threads) if threads > 1 else None
 
-    def check(self, parts: Sequence[CopiedPart], judged: Judged) -> list[tuple[Checksums, str]]:
+    def check(self, parts: Sequence[SnapshotPart], judged: Judged, arrive: Arrive) -> list[tuple[Checksums, str]]:
         """Returns of each part XXH3-64 of its slices, and the key of the first one with NaN or infinity, else "".
 
-        Raises what a part's ``arrive`` raises.
+        Raises what ``arrive`` raises.
         """
-        checks = [[partial(_check, copied, pieces, judged) for pieces in copied.part.pieces] for copied in parts]
+        checks = [[partial(_check, part, pieces, judged, arrive) for pieces in part.part.pieces] for part in parts]
         if self._pool is None:
             return [_joined([check() for check in of_part]) for of_part in checks]
         started: list[list[Future[_Checked]]] = [list(map(self._pool.submit, of_part)) for of_part in checks]
@@ -160,10 +149,10 @@ def _alike(of_types: Sequence[tuple[str, int, int]], first: int, stop: int) -> I
         yield "", at, stop
 
 
-def _check(copied: CopiedPart, pieces: Sequence[Piece], judged: Judged) -> _Checked:
+def _check(part: SnapshotPart, pieces: Sequence[Piece], judged: Judged, arrive: Arrive) -> _Checked:
     """Checks slices of a part. On any thread."""
-    data, slices = copied.memory.numpy().data, copied.part.slices
-    copied.arrive(pieces[-1].bounds[-1])
+    data, slices = part.memory.numpy().data, part.part.slices
+    arrive(part.number, pieces[-1].bounds[-1])
     digests, spoiled = bytearray(), ""
     for piece in pieces:
         checked, is_finite = _check_warm(data, piece)

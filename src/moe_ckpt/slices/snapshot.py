@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from moe_ckpt.core.step import Contents, Facts, Step
@@ -26,40 +28,28 @@ Encode = Callable[..., Plain]
 """Returns the plain state as of its first call, with further entries that are given by name."""
 
 
-@dataclass(frozen=True, eq=False)
-class SealedPart:
-    """A part of a snapshot that was read for its checksums, and must not change any more.
+@dataclass(eq=False)
+class SnapshotPart:
+    """A part of a snapshot in host memory. Once it is sealed, it has checksums, and must not change any more.
 
     Attributes:
-        begin: First byte in the snapshot's buffer.
+        number: In the order in which the parts are copied.
+        begin: First byte in the part's buffer.
         part: Of the plan.
-        memory: ``[nbytes]`` uint8, the part's bytes.
+        memory: ``[nbytes]`` uint8, the part's bytes. Of what duplicates another rank's share, a slice is used only
+            if its checksum is that rank's.
         checksums: Of the slices.
         header: Head and seal of the shard (``format.shard``).
         not_finite: Key of the first slice with NaN or infinity; empty if there is none.
     """
 
+    number: int
     begin: int
     part: CompiledPart
     memory: torch.Tensor
-    checksums: Checksums
-    header: tuple[bytes, ...]
+    checksums: Checksums = field(default_factory=lambda: np.zeros(0, dtype=np.uint64))
+    header: tuple[bytes, ...] = ()
     not_finite: str = ""
-
-
-@dataclass(frozen=True, eq=False)
-class Mirror:
-    """The part of another rank's snapshot that this rank's memory has.
-
-    Attributes:
-        part: Of the plan of this rank's own snapshot of the step.
-        memory: ``[nbytes]`` uint8 on the host, the part's bytes. A slice is used only if its checksum is the peer's.
-        following: Another part of the same snapshot.
-    """
-
-    part: CompiledPart
-    memory: torch.Tensor
-    following: Mirror | None = None
 
 
 @dataclass(eq=False)
@@ -73,6 +63,7 @@ class Snapshot:
         applied: ``[L, E]`` tokens processed by its step, which come when the ranks have agreed on the step.
         plan: The slices that this rank copies and writes.
         buffers: Host memory, one for each of ``plan.buffers``.
+        parts: All parts of the plan in these buffers, in the order in which they are copied.
         copy: The copy under way.
         state: Plain state, encoded; its tensors are among the slices.
         began_at: ``time.perf_counter`` of the beginning.
@@ -89,12 +80,13 @@ class Snapshot:
     applied: Future[Counts]
     plan: CompiledPlan
     buffers: Sequence[Buffer]
+    parts: Sequence[SnapshotPart]
     copy: Copy
     state: Any
     began_at: float
     waited: bool = False
     refused: str | None = None
-    sealed: tuple[SealedPart, ...] | None = None
+    sealed: tuple[SnapshotPart, ...] | None = None
     state_file: bytes = b""
     freshness: int = UNKNOWN
 
@@ -136,20 +128,23 @@ class Snapshot:
         every = (sealed for sealed in self.sealed or () if sealed.part.is_written or not written)
         return next((sealed.not_finite for sealed in every if sealed.not_finite), "")
 
-    def mirrors(self) -> dict[int, Mirror]:
-        """Returns rank -> the part of its share of the same snapshot that this rank's state also holds."""
-        mirrors: dict[int, Mirror] = {}
-        for part, memory in placed(self.plan, self.buffers):
-            if part.source is not None:
-                mirrors[part.source] = Mirror(part, memory, mirrors.get(part.source))
+    def mirrors(self) -> dict[int, list[SnapshotPart]]:
+        """Returns rank -> the parts of its share of the same snapshot that this rank's state also holds."""
+        mirrors: dict[int, list[SnapshotPart]] = {}
+        for part in self.parts:
+            if part.part.source is not None:
+                mirrors.setdefault(part.part.source, []).append(part)
         return mirrors
 
 
-def placed(plan: CompiledPlan, buffers: Sequence[Buffer]) -> Iterator[tuple[CompiledPart, torch.Tensor]]:
-    """Yields every part of a plan with its bytes (uint8, a view), of buffers of ``plan.sizes``."""
-    for parts, buffer in zip(plan.buffers, buffers, strict=True):
-        for begin, part in parts:
-            yield part, buffer.memory[begin : begin + part.nbytes]
+def parts_in(plan: CompiledPlan, buffers: Sequence[Buffer]) -> list[SnapshotPart]:
+    """Returns the parts of a plan, in buffers of ``plan.sizes``."""
+    numbers = itertools.count()
+    return [
+        SnapshotPart(next(numbers), begin, part, buffer.memory[begin : begin + part.nbytes])
+        for parts, buffer in zip(plan.buffers, buffers, strict=True)
+        for begin, part in parts
+    ]
 
 
 def plain_of(capture: Callable[[], Mapping[str, Any]], rank: int) -> Encode:
@@ -180,13 +175,11 @@ def side_tensors(state: Any, rank: int) -> Plain:
     return encoded, slices
 
 
-def copy_at_once(
-    parts: Sequence[tuple[CompiledPart, torch.Tensor]], side: list[tuple[SliceEntry, torch.Tensor]]
-) -> bool:
-    """Copies slices that may change before the next optimizer step into a plan's buffers, on the training thread.
+def copy_at_once(parts: Sequence[SnapshotPart], side: list[tuple[SliceEntry, torch.Tensor]]) -> bool:
+    """Copies slices that may change before the next optimizer step, on the training thread.
 
     Args:
-        parts: Of the plan, with their bytes.
+        parts: Of the snapshot.
         side: Tensors of the plain state.
 
     Returns:
@@ -194,7 +187,7 @@ def copy_at_once(
     """
     sources = {entry.name: source for entry, source in side}
     on_device = False
-    for part, inside in parts:
-        side_copies = ((entry, sources[entry.name]) for entry in part.side_entries())
-        on_device |= copy_here([*part.copies.at_once, *side_copies], inside)
+    for part in parts:
+        side_copies = ((entry, sources[entry.name]) for entry in part.part.side_entries())
+        on_device |= copy_here([*part.part.copies.at_once, *side_copies], part.memory)
     return on_device

@@ -10,7 +10,7 @@ import json
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -22,9 +22,9 @@ from moe_ckpt.format.sealed import digest, seal
 from moe_ckpt.format.shard import seal_of
 from moe_ckpt.ledger.coverage import PRIME, Box
 from moe_ckpt.ledger.freshness import FRESH, STALE, UNKNOWN, LastChecksums, of_all
-from moe_ckpt.slices.checksums import Checker, CopiedPart, judged_in
+from moe_ckpt.slices.checksums import Checker, judged_in
 from moe_ckpt.slices.compiling import GRADIENTS
-from moe_ckpt.slices.snapshot import SealedPart, Snapshot, placed
+from moe_ckpt.slices.snapshot import Snapshot
 from moe_ckpt.storage.base import Chunk, Storage
 
 _COVER_NBYTES = 16
@@ -99,7 +99,7 @@ def acknowledge(
         state: State file that it wrote.
         cover: ``CompiledPlan.cover_difference`` of its plan.
         freshness: Of its share.
-        not_finite: See ``SealedPart``; of the shards.
+        not_finite: See ``SnapshotPart``; of the shards.
     """
     lines = {record.kind: record.path.rpartition("/")[2].encode() + b"\n" for record in files}
     return Acknowledgement(
@@ -126,20 +126,17 @@ def seal_snapshot(snapshot: Snapshot, rank: int, world_size: int, checker: Check
     Raises:
         StoreError: Tensors changed while they were being copied.
     """
-    every = {part: (at, memory) for at, (part, memory) in enumerate(placed(snapshot.plan, snapshot.buffers))}
-    parts = *snapshot.plan.share_parts, *snapshot.plan.pieces
-    copied = [CopiedPart(part, every[part][1], partial(snapshot.copy.wait_for, every[part][0])) for _, part in parts]
-    checked = checker.check(copied, judged_in(snapshot.state))
+    own = [part for part in snapshot.parts if part.part.source is None]
+    checked = checker.check(own, judged_in(snapshot.state), snapshot.copy.wait_for)
     snapshot.copy.wait_on_host()
     if snapshot.copy.changed:
         raise torn_snapshot(snapshot.step, snapshot.copy.changed)
     step, generation, run_id = snapshot.step, snapshot.identity.generation, snapshot.identity.run
     snapshot.state_file = state_file(snapshot.state, step, generation, run_id, rank, world_size)
-    sealed = []
-    for (begin, part), (checksums, first) in zip(parts, checked, strict=True):
-        header = part.head(run_id, rank, step), seal_of(step, generation, checksums)
-        sealed.append(SealedPart(begin, part, every[part][1], checksums, header, first))
-    snapshot.sealed = tuple(sealed)
+    for part, (checksums, first) in zip(own, checked, strict=True):
+        part.checksums, part.not_finite = checksums, first
+        part.header = part.part.head(run_id, rank, step), seal_of(step, generation, checksums)
+    snapshot.sealed = tuple(own)
 
 
 def state_file(state: Any, step: int, generation: int, run_id: str, rank: int, world_size: int) -> bytes:

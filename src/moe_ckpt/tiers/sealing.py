@@ -21,7 +21,7 @@ from moe_ckpt.run.context import RunContext
 from moe_ckpt.slices.checksums import Checker
 from moe_ckpt.slices.claims import SavedOperators
 from moe_ckpt.slices.compiling import HOST_ONLY
-from moe_ckpt.slices.snapshot import SealedPart, Snapshot
+from moe_ckpt.slices.snapshot import Snapshot, SnapshotPart
 from moe_ckpt.slices.writing import FreshnessWatch, seal_snapshot
 from moe_ckpt.tiers.memory_tier import MemoryTier
 
@@ -133,7 +133,7 @@ class SlotHeaders:
         needs = needs_of(run.policy)
         self._names_gradients = needs.gradients and needs.partial  # else they are of all others
 
-    def of_gradients(self, snapshot: Snapshot, index: int, sealed: SealedPart) -> SlotHeader:
+    def of_gradients(self, snapshot: Snapshot, index: int, sealed: SnapshotPart) -> SlotHeader:
         """Returns the header of a slot of gradients. It does not repeat the facts that the share's header has.
 
         Args:

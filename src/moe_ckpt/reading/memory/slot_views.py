@@ -14,7 +14,7 @@ from moe_ckpt.core.step import Contents, Facts, Step
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.errors import DamagedError
 from moe_ckpt.format.manifest import FileRecord, Manifest, OperatorRecord, StateRecord, kind_of, shard_path, state_path
-from moe_ckpt.format.sealed import Fragment, digest, encode_json
+from moe_ckpt.format.sealed import digest, encode_json
 from moe_ckpt.format.shard import ShardHeader, decode_header
 from moe_ckpt.format.slot import GRADIENTS as GRADIENTS_ALONE
 from moe_ckpt.format.slot import STATE, TENSORS, SlotHeader, SlotPart, decoded, encoded
@@ -119,7 +119,7 @@ def packed_header(position: int, header: SlotHeader, *, tells: bool) -> list[byt
         [len(header.state), digest(header.state)],
         [[part.kind, part.begin, len(part.raw)] for part in header.parts],
         encoded(header.contents, header.facts) if tells else None,
-        None if header.facts.counted is None else Fragment.of_counts(header.facts.counted),
+        None if header.facts.counted is None else header.facts.counted.tolist(),
     ]
     meta = encode_json(fields)
     return [struct.pack("<Q", len(meta)), meta, *(part.raw for part in header.parts)]

@@ -147,7 +147,7 @@ class Others:
 
     def __init__(self, state: State, ranks: int) -> None:
         self._state, self._ranks = state, ranks
-        self._sharder = Sharder(state.catalog, everywhere(state.catalog.layers, ranks))
+        self._sharder = Sharder(state.catalog, everywhere(state.catalog.layers, ranks), state.tensors())
         self._local = LocalState(state.catalog, state.tensors())
         self._known: dict[PlanKey, list[Share]] = {}
         self._compute: dict[str, str] = {}
@@ -161,7 +161,7 @@ class Others:
         return self._known[key]
 
     def _shares(self, operators: Sequence[str], frozen: Sequence[str], in_window: bool) -> list[Share]:
-        dealt = self._sharder.assign(frozenset(operators), self._state.tensors(), frozenset(frozen), {})
+        dealt = self._sharder.assign(frozenset(operators), frozenset(frozen), {})
         shared: dict[str, set[int]] = {}
         for (op, _), parts in dealt.shares.parts.items():
             shared.setdefault(op, set()).update(part.rank for part in parts)  # all ranks are peers

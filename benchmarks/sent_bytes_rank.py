@@ -18,11 +18,11 @@ import torch
 
 from benchmarks.ranks import end
 from moe_ckpt import Memory
-from moe_ckpt.commit import pipeline
 from moe_ckpt.peers.replication import Replicator
 from moe_ckpt.policies import Dense, GradientLog, MoEtion, Policy
 from moe_ckpt.policies.base import ALL_SENT
 from moe_ckpt.session.session import CheckpointSession
+from moe_ckpt.slices import compiling
 from moe_ckpt.slices.local_state import MirroredShares
 
 WARM = 3
@@ -47,14 +47,14 @@ class _NothingAlike(MirroredShares):
 
     sends = ALL_SENT
 
-    def __init__(self, catalog: Any, placement: Any, sources: Any) -> None:
-        super().__init__(catalog, placement, ())
+    def __init__(self, catalog: Any, placement: Any, sources: Any, tensors: Any) -> None:
+        super().__init__(catalog, placement, (), tensors)
 
 
 @contextmanager
 def redundancy(*, used: bool) -> Iterator[None]:
     """used: Algorithm 2 is on."""
-    with mock.patch.object(pipeline, "MirroredShares", MirroredShares if used else _NothingAlike):
+    with mock.patch.object(compiling, "MirroredShares", MirroredShares if used else _NothingAlike):
         yield
 
 

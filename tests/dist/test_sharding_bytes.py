@@ -211,7 +211,7 @@ def planned_bytes(manifest: Manifest, ranks: int) -> tuple[list[int], int, int]:
     tensors = TorchTrainingState(model, [optimizer]).tensors()
     catalog = build_catalog(model, find_moe_layers(model))
     saved = {op for op, record in manifest.operators.items() if record.step == manifest.step}
-    dealt = Sharder(catalog, everywhere(catalog.layers, ranks)).assign(saved, tensors)
+    dealt = Sharder(catalog, everywhere(catalog.layers, ranks), tensors).assign(saved)
     weights, owners = weigh(catalog, tensors), expert_owners(catalog, everywhere(catalog.layers, ranks))
     preload = [0] * ranks
     for op in saved & weights.experts.keys():

@@ -273,7 +273,7 @@ def test_state_without_rows_is_repeated_once_per_slot():
     model = catalog(1, 4)
     tensors = [StateTensor(key, n, x, (0,) * x.dim(), tuple(x.shape)) for key, (n, x) in state_of(model, 1).items()]
     local = LocalState(model, tensors)
-    dealt = Sharder(model, everywhere(model.layers, 1)).assign({"expert/0/1"}, tensors, {"expert/0/2"}, {})
+    dealt = Sharder(model, everywhere(model.layers, 1), tensors).assign({"expert/0/1"}, {"expert/0/2"}, {})
     found = [local.replay_cuts({"expert/0/1"}, {"expert/0/2"}, dealt, 0, {}).listed() for _ in range(2)]
     keys = [sorted(entry.key for cut in cuts for entry in cut.entries) for cuts in found]
     assert keys[0] == keys[1] == ["replay/model/layers.0.moe.w", "replay/optim/0/layers.0.moe.w/step"]

@@ -93,7 +93,7 @@ def wanted_boxes(model, chosen, specs):
 def shares(model, ranks, tensors, chosen):
     """Every rank's pieces, dealt out by each rank for itself, as in a real run."""
     where = everywhere(model.layers, ranks)
-    dealt = [Sharder(model, where).assign(chosen, tensors[rank]) for rank in range(ranks)]
+    dealt = [Sharder(model, where, tensors[rank]).assign(chosen) for rank in range(ranks)]
     return [pieces_of(LocalState(model, tensors[rank]), chosen, dealt[rank], rank) for rank in range(ranks)]
 
 

@@ -53,7 +53,7 @@ def deal(ranks: int, expert_parallel: int, experts: int, saved: list[int]) -> li
     placement = Placement(owners, tuple(range(ranks)), (ranks,), experts_apart=True)
     operators = [op.id for op in found.always_saved] + [expert_id(0, e) for e in saved]
     return [
-        Sharder(found, placement).assign(operators, tensors_of(found, rank, ranks, expert_parallel))
+        Sharder(found, placement, tensors_of(found, rank, ranks, expert_parallel)).assign(operators)
         for rank in range(ranks)
     ]
 
@@ -80,5 +80,5 @@ def test_experts_of_an_owner_among_the_peers_only():
     found = model(4)
     placement = Placement(((0, 0, 1, 1),), (1, 3), (4,), experts_apart=True)
     operators = [op.id for op in found.always_saved] + [expert_id(0, e) for e in (0, 1, 2)]
-    loads = Sharder(found, placement).assign(operators, tensors_of(found, 1, 2, 2)).shares.loads
+    loads = Sharder(found, placement, tensors_of(found, 1, 2, 2)).assign(operators).shares.loads
     assert loads == (EXPERT_BYTES + GATE_BYTES, EMBEDDING_BYTES)

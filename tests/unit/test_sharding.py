@@ -183,7 +183,7 @@ def test_state_is_weighed_with_what_is_cut_like_it():
 def test_state_that_the_framework_shards_weighs_nothing_and_is_written_where_it_lies():
     model, tensors = model_and_tensors(sharded=("embed", "stack"))
     everything = frozenset(model.by_id)
-    dealt = Sharder(model, everywhere(model.layers, 2)).assign(everything, tensors)
+    dealt = Sharder(model, everywhere(model.layers, 2), tensors).assign(everything)
     assert sum(dealt.shares.loads) == sum(t.local.nbytes for t in tensors if t.replicated)
     for rank in range(2):
         held = {p.entry.key for p in pieces_of(LocalState(model, tensors), everything, dealt, rank)}
@@ -195,7 +195,7 @@ def test_state_that_the_framework_shards_weighs_nothing_and_is_written_where_it_
 def test_what_is_cut_weighs_what_was_dealt(ranks, experts):
     model, tensors = model_and_tensors()
     chosen = {op.id for op in model.always_saved} | {f"expert/0/{e}" for e in experts}
-    dealt = Sharder(model, everywhere(model.layers, ranks)).assign(chosen, tensors)
+    dealt = Sharder(model, everywhere(model.layers, ranks), tensors).assign(chosen)
     shares = [pieces_of(LocalState(model, tensors), chosen, dealt, rank) for rank in range(ranks)]
     assert tuple(sum(p.entry.nbytes for p in share) for share in shares) == dealt.shares.loads
     names = [p.entry.name for share in shares for p in share]
@@ -205,25 +205,24 @@ def test_what_is_cut_weighs_what_was_dealt(ranks, experts):
 def test_shares_follow_the_experts():
     model, tensors = model_and_tensors()
     always = {op.id for op in model.always_saved}
-    sharder = Sharder(model, everywhere(model.layers, 2))
-    first, second = (sharder.assign(always | {f"expert/0/{e}"}, tensors).shares for e in (0, 3))
+    sharder = Sharder(model, everywhere(model.layers, 2), tensors)
+    first, second = (sharder.assign(always | {f"expert/0/{e}"}).shares for e in (0, 3))
     assert first.parts != second.parts
-    assert first == sharder.assign(always | {"expert/0/0"}, tensors).shares
+    assert first == sharder.assign(always | {"expert/0/0"}).shares
 
 
 def test_a_tensor_that_appears_is_weighed():
     model, tensors = model_and_tensors()
-    sharder = Sharder(model, everywhere(model.layers, 2))
     early = [t for t in tensors if t.key.startswith("model/")]
     for now in (early, tensors, early):
-        shares = sharder.assign(frozenset(model.by_id), now).shares
+        shares = Sharder(model, everywhere(model.layers, 2), now).assign(frozenset(model.by_id)).shares
         assert sum(shares.loads) == sum(t.local.nbytes for t in now)
 
 
 def test_dealing_is_balanced_where_the_embedding_is_most_of_the_model():
     model, tensors = model_and_tensors()
     chosen = frozenset(op.id for op in model.always_saved) | {"expert/0/0"}
-    shares = Sharder(model, everywhere(model.layers, 4)).assign(chosen, tensors).shares
+    shares = Sharder(model, everywhere(model.layers, 4), tensors).assign(chosen).shares
     embedding = max(unit.nbytes for unit in shares.units)
     assert max(shares.loads) < embedding / 2
 
@@ -232,6 +231,6 @@ def test_stacked_state_without_rows_has_one_writer_in_every_checkpoint():
     model = catalog(2, 4)
     tensors = [StateTensor(f"optim/0/{name}/step", name, torch.tensor(1.0), (), ()) for name in model.parameters]
     chosen = frozenset(op.id for op in model.always_saved)
-    dealt = Sharder(model, everywhere(model.layers, 3)).assign(chosen, tensors)
+    dealt = Sharder(model, everywhere(model.layers, 3), tensors).assign(chosen)
     written = [p.entry.key for rank in range(3) for p in pieces_of(LocalState(model, tensors), chosen, dealt, rank)]
     assert sorted(written) == sorted(t.key for t in tensors)

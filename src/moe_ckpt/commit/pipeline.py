@@ -31,7 +31,6 @@ from moe_ckpt.slices.assignment import ComputeTypes
 from moe_ckpt.slices.checksums import Checker, checking_threads
 from moe_ckpt.slices.compiling import CompiledPart, PlanCompiler
 from moe_ckpt.slices.copying import Copier, Copy
-from moe_ckpt.slices.local_state import MirroredShares
 from moe_ckpt.slices.snapshot import Encode, Snapshot, copy_at_once, parts_in
 from moe_ckpt.threads import ThreadName
 from moe_ckpt.tiers.host_memory import leave
@@ -70,12 +69,12 @@ class Pipeline:
         self.tier, self._pool, self._root = tier, tier.pool, run.storage.root
         self.memory = tier if tier.outlives_process else None
         self.generation, self.committer, self.next_number = tier.generation, committer, 0
-        self.compiler = PlanCompiler(run.catalog, run.placement, rank, run.comm.world_size)
-        if self.memory is not None and self.memory.replicator is not None:
-            replicator = self.memory.replicator
+        replicator = self.tier.replicator
+        sources: Sequence[int] = ()
+        if replicator is not None:
             replicator.store.expects_mirrors = True
             sources = replicator.roster.placement.sources_of[rank]
-            self.compiler.mirrors = MirroredShares(run.catalog, run.placement, sources)
+        self.compiler = PlanCompiler(run.catalog, run.placement, rank, run.comm.world_size, sources)
         self._gate = run.gate
         self._copier = Copier(run.on_phase, run.gate)
         self._checker = Checker(run.settings.checksum_threads or checking_threads(run.settings.local_ranks))

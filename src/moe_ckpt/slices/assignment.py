@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
 from math import prod
-from operator import is_
 from typing import NamedTuple
 
 import numpy as np
@@ -204,29 +203,38 @@ def _unit_shares(dealt: Dealt, peers: Mapping[int, int], rank: int) -> Mapping[s
     return by_operator
 
 
+def _bytes_of_experts(catalog: Catalog, experts: Mapping[str, int]) -> Numbers:
+    """Returns the bytes of each operator of the catalog; 0 for one that is not in ``experts``."""
+    sizes = np.zeros(len(catalog.operators), dtype=np.int64)
+    sizes[places_of(catalog, experts.keys())] = list(experts.values())
+    return sizes
+
+
 class Sharder:
     """Assigns the replicated state of one checkpoint after the other to ranks. Runs on every rank, with equal results
     on peers.
+
+    Args:
+        catalog: Of the model.
+        placement: Ranks of the operators.
+        tensors: This rank's.
     """
 
-    def __init__(self, catalog: Catalog, placement: Placement) -> None:
-        self._catalog = catalog
+    def __init__(self, catalog: Catalog, placement: Placement, tensors: Sequence[StateTensor]) -> None:
+        self._catalog, self._tensors = catalog, tensors
         self._peers = placement.peers
         self._number = {rank: at for at, rank in enumerate(placement.peers)}
         self._apart = placement.experts_apart
         self._owners = expert_owners(catalog, placement)
-        self._weighed: tuple[StateTensor, ...] = ()
-        self._weights: Weights | None = None
         self._compute_weights: Weights | None = None
         self._compute_types: ComputeTypes = {}
-        self._expert_bytes = Remembered(self._bytes_of_experts)
+        self._expert_bytes = Remembered(partial(_bytes_of_experts, catalog))
         self._dealt: Dealt = ()
         self._unit_shares: Callable[[int], Mapping[str, Sequence[UnitShare]]] = lambda rank: {}
 
     def assign(
         self,
         operators: Collection[str],
-        tensors: Sequence[StateTensor],
         compute_only: Collection[str] = (),
         compute: ComputeTypes | None = None,
     ) -> WriteAssignment:
@@ -234,18 +242,17 @@ class Sharder:
 
         Args:
             operators: Saved in full.
-            tensors: This rank's.
             compute_only: Operators of which only compute weights are saved, in the types ``compute``.
             compute: See there.
         """
-        weights = self._weigh(tensors)
+        weights = self._weights
         places, resting = places_of(self._catalog, operators), places_of(self._catalog, compute_only)
         units = self._chosen(weights.units, places)
         preload = [0] * len(self._peers)
         if weights.experts:
             self._preload(preload, weights.experts, places)
         if len(resting):
-            light = self._weigh_compute(tensors, compute or {})
+            light = self._weigh_compute(compute or {})
             units += self._chosen(light.units, resting)
             self._preload(preload, light.experts, resting)
             units = in_dealing_order(units)
@@ -278,29 +285,15 @@ class Sharder:
             peers[self._catalog.index_of[op]] = 0 if alone else self._number.get(rank, -1)
         return peers
 
-    def _bytes_of_experts(self, experts: Mapping[str, int]) -> Numbers:
-        """Returns the bytes of each operator of the catalog; 0 for one that is not in ``experts``."""
-        sizes = np.zeros(len(self._catalog.operators), dtype=np.int64)
-        sizes[places_of(self._catalog, experts.keys())] = list(experts.values())
-        return sizes
+    @cached_property
+    def _weights(self) -> Weights:
+        return self._with_peers_experts(weigh(self._catalog, self._tensors), self._tensors)
 
-    def _weigh(self, tensors: Sequence[StateTensor]) -> Weights:
-        """Returns the weights of these tensors, which are computed again only if one of them is another object."""
-        if self._weights is None or (
-            tensors is not self._weighed
-            and (len(tensors) != len(self._weighed) or not all(map(is_, tensors, self._weighed)))
-        ):
-            self._weights = self._with_peers_experts(weigh(self._catalog, tensors), tensors)
-            self._compute_weights = None
-            self._weighed = tuple(tensors)
-        return self._weights
-
-    def _weigh_compute(self, tensors: Sequence[StateTensor], compute: ComputeTypes) -> Weights:
-        """Returns the weights of compute weights. Call ``_weigh`` with the same tensors before."""
+    def _weigh_compute(self, compute: ComputeTypes) -> Weights:
+        """Returns the weights of compute weights."""
         if self._compute_weights is None or compute != self._compute_types:
-            light = weigh(self._catalog, tensors, compute)
-            weights = [tensor for tensor in tensors if is_weight(tensor)]
-            self._compute_weights = self._with_peers_experts(light, weights)
+            light = weigh(self._catalog, self._tensors, compute)
+            self._compute_weights = self._with_peers_experts(light, list(filter(is_weight, self._tensors)))
             self._compute_types = dict(compute)
         return self._compute_weights
 

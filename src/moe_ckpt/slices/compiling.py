@@ -241,16 +241,21 @@ class PlanCompiler:
     """Compiles contents for one rank, and caches the plans. For the training thread only.
 
     Attributes:
-        mirrors: Cuts duplicates of the shares of ranks whose copies this rank keeps.
+        mirrors: Cuts duplicates of the shares of the ``sources``.
+
+    Args:
+        catalog: Of the model.
+        placement: Ranks of the operators.
+        rank: This one.
+        ranks: How many there are.
+        sources: Ranks of whose snapshots this rank keeps copies.
     """
 
-    def __init__(self, catalog: Catalog, placement: Placement, rank: int, ranks: int) -> None:
-        self._catalog = catalog
-        self._rank, self._ranks = rank, ranks
-        self._placement = placement
-        self._sharder = Sharder(catalog, placement)
-        self._local = LocalState(catalog, ())
-        self._tensors: Sequence[StateTensor] = ()
+    def __init__(
+        self, catalog: Catalog, placement: Placement, rank: int, ranks: int, sources: Sequence[int] = ()
+    ) -> None:
+        self._catalog, self._placement = catalog, placement
+        self._rank, self._ranks, self._sources = rank, ranks, sources
         self._specs: tuple[TensorSpec, ...] = ()
         self._claims = Claims(catalog, (), rank, ranks)
         self._compute_types: Mapping[str, str] = {}
@@ -258,7 +263,18 @@ class PlanCompiler:
         self._plans: OrderedDict[_WholeKey, CompiledPlan] = OrderedDict()  # the one used longest ago first
         self._slices = 0  # of all plans
         self._newest: dict[str, CompiledPart] = {}
-        self.mirrors = MirroredShares(catalog, placement, ())
+        self._describe(())
+
+    def _describe(self, tensors: Sequence[StateTensor]) -> None:
+        """Takes other tensors: their memory is copied, so that nothing that was made of the ones before is of use."""
+        self._tensors = tensors
+        self._sharder = Sharder(self._catalog, self._placement, tensors)
+        self._local = LocalState(self._catalog, tensors)
+        self.mirrors = self._mirrored(self._sources, tensors)
+        self._newest.clear()
+
+    def _mirrored(self, sources: Sequence[int], tensors: Sequence[StateTensor]) -> MirroredShares:
+        return MirroredShares(self._catalog, self._placement, sources, tensors)
 
     def add_unstable(self, keys: Collection[str]) -> None:
         """Has these tensors copied before training continues, from now on: something other than the optimizer changes
@@ -305,7 +321,7 @@ class PlanCompiler:
     ) -> None:
         if tensors is not self._tensors:
             if len(tensors) != len(self._tensors) or not all(map(is_, tensors, self._tensors)):
-                self._local = LocalState(self._catalog, tensors)
+                self._describe(tensors)
                 self._forget()
             self._tensors = tensors
         # Equal layouts keep their plans. The newer object is stored, since it is likely to come again.
@@ -327,11 +343,7 @@ class PlanCompiler:
     def _compile_lent(self, key: PlanKey, contents: Contents, writer: int, side: Sequence[SliceEntry]) -> CompiledPlan:
         """Returns the plan of the part of another rank's share that this rank also holds, once training stops."""
         _, assignment = self._cut(contents)
-        [cuts] = (
-            MirroredShares(self._catalog, self._placement, [writer])
-            .cuts(contents.full, self._tensors, assignment)
-            .values()
-        )
+        [cuts] = self._mirrored([writer], self._tensors).cuts(contents.full, assignment).values()
         is_expert = self._catalog.is_expert[cuts.places]
         by_kind = ("non_expert", cuts.masked(~is_expert), side), ("expert", cuts.masked(is_expert), ())
         return self._laid_out(key, (CompiledPart(*of_kind, self._unstable) for of_kind in by_kind))
@@ -350,7 +362,7 @@ class PlanCompiler:
             HOST_ONLY: share.masked(is_held),
         }
         if contents.to_peers:
-            by_kind |= self.mirrors.cuts(contents.sent, self._tensors, assignment)
+            by_kind |= self.mirrors.cuts(contents.sent, assignment)
         parts = (self._part(kind, cuts, side if kind == "non_expert" else ()) for kind, cuts in by_kind.items())
         return self._laid_out(key, parts)
 
@@ -358,9 +370,10 @@ class PlanCompiler:
         """Returns the plan with this rank's share of the gradients, behind its other parts or in buffers of their
         own."""
         operators, groups = contents.gradients, contents.groups
-        assignment = self._sharder.assign(operators, self._tensors)
+        assignment = self._sharder.assign(operators)
         share = LocalState(self._catalog, gradients).cuts(operators, assignment, self._rank)
-        of_others = self.mirrors.cuts_of_gradients(operators, gradients, assignment) if contents.to_peers else {}
+        sources = self._sources if contents.to_peers else ()
+        of_others = self._mirrored(sources, gradients).cuts(operators, assignment)
         mirrored = [CompiledPart(kind, cuts, (), ()) for kind, cuts in of_others.items() if len(cuts)]
         planned = [part for _, part in plan.parts]
         if groups is None:
@@ -377,11 +390,10 @@ class PlanCompiler:
 
     def _cut(self, contents: Contents) -> tuple[Cuts, WriteAssignment]:
         """Returns this rank's share of the slices to copy, and the assignment of all shares."""
-        if self._local.is_crowded:
-            self._local = LocalState(self._catalog, self._tensors)
-            self._newest.clear()
+        if self._local.is_crowded or self.mirrors.is_crowded:
+            self._describe(self._tensors)
         compute, types = contents.compute, self._compute_types
-        assignment = self._sharder.assign(contents.copied, self._tensors, compute, types)
+        assignment = self._sharder.assign(contents.copied, compute, types)
         cuts = self._local.cuts(contents.copied, assignment, self._rank)
         if contents.window is not None:
             cuts = cuts.joined(self._local.replay_cuts(contents.full, compute, assignment, self._rank, types))

@@ -6,10 +6,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from itertools import chain, filterfalse
 from math import prod
-from operator import is_
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -282,71 +281,56 @@ class MirroredShares:
         catalog: Of the model.
         placement: Of this rank.
         sources: Ranks of whose snapshots this rank keeps copies.
+        tensors: This rank's: its state, or the gradients that it consumed.
     """
 
-    def __init__(self, catalog: Catalog, placement: Placement, sources: Sequence[int]) -> None:
+    def __init__(
+        self, catalog: Catalog, placement: Placement, sources: Sequence[int], tensors: Sequence[StateTensor]
+    ) -> None:
         self._catalog = catalog
         self._alike = frozenset(placement.peers)
         self._experts_alike = frozenset(placement.expert_peers)
-        self._sources = tuple(sources)
-        self._tensors: Sequence[StateTensor] = ()
-        self._local: dict[int, LocalState] = {}
-        self._sends: Sends | None = None
+        self._sources = frozenset(sources)
+        self._tensors = tensors
+        self._local = {source: LocalState(catalog, tensors, source, alike=source in self._alike) for source in sources}
 
-    @property
+    @cached_property
     def sends(self) -> Sends:
         """State that sources must send, since this rank lacks it: non-experts, experts, and the weights alone of both.
+        Everything without tensors."""
+        if not self._tensors:
+            return ALL_SENT
+        # [of non-experts, of experts]. With a distributed optimizer, ranks have all weights, and know which rank
+        # updates each; with FSDP2, a rank has its own part alone.
+        replicated, updated, weights, gathered = [True, True], [True, True], [True, True], [False, False]
+        for tensor in self._tensors:
+            experts = any(op.kind is OperatorKind.EXPERT for op, _ in holders(self._catalog, tensor))
+            has_writer = not tensor.duplicate or tensor.writer is not None
+            replicated[experts] &= tensor.replicated
+            updated[experts] &= has_writer and (tensor.updated_here or not tensor.duplicate)
+            if is_weight(tensor):
+                weights[experts] &= has_writer
+                gathered[experts] |= has_writer and not tensor.updated_here
+        alike, apart = self._sources <= self._alike, self._sources <= self._experts_alike
+        shared = replicated[False] and alike
+        experts_alike = (replicated[True] and alike) or (not replicated[True] and updated[True] and apart)
+        shared_weights = shared or (weights[False] and gathered[False] and alike)
+        expert_weights = experts_alike or (weights[True] and gathered[True] and apart)
+        return Sends(not shared, not experts_alike, not shared_weights, not expert_weights)
 
-        For the tensors of the newest ``cuts``; everything before the first.
-        """
-        if self._sends is None and self._tensors:
-            # [of non-experts, of experts]. With a distributed optimizer, ranks have all weights, and know which rank
-            # updates each; with FSDP2, a rank has its own part alone.
-            replicated, updated, weights, gathered = [True, True], [True, True], [True, True], [False, False]
-            for tensor in self._tensors:
-                experts = any(op.kind is OperatorKind.EXPERT for op, _ in holders(self._catalog, tensor))
-                has_writer = not tensor.duplicate or tensor.writer is not None
-                replicated[experts] &= tensor.replicated
-                updated[experts] &= has_writer and (tensor.updated_here or not tensor.duplicate)
-                if is_weight(tensor):
-                    weights[experts] &= has_writer
-                    gathered[experts] |= has_writer and not tensor.updated_here
-            sources = frozenset(self._sources)
-            alike, apart = sources <= self._alike, sources <= self._experts_alike
-            shared = replicated[False] and alike
-            experts_alike = (replicated[True] and alike) or (not replicated[True] and updated[True] and apart)
-            shared_weights = shared or (weights[False] and gathered[False] and alike)
-            expert_weights = experts_alike or (weights[True] and gathered[True] and apart)
-            self._sends = Sends(not shared, not experts_alike, not shared_weights, not expert_weights)
-        return self._sends or ALL_SENT
+    @property
+    def is_crowded(self) -> bool:
+        """As of ``LocalState``."""
+        return any(local.is_crowded for local in self._local.values())
 
-    def cuts(
-        self, operators: Collection[str], tensors: Sequence[StateTensor], assignment: WriteAssignment
-    ) -> dict[str, Cuts]:
+    def cuts(self, operators: Collection[str], assignment: WriteAssignment) -> dict[str, Cuts]:
         """Returns kind of part -> cuts, for each source.
 
         Args:
             operators: Saved in full, and sent.
-            tensors: This rank's.
             assignment: Of replicated state to its writers.
         """
-        if tensors is not self._tensors:
-            if len(tensors) != len(self._tensors) or not all(map(is_, tensors, self._tensors)):
-                self._local.clear()
-                self._sends = None
-            self._tensors = tensors
-        local = self._local
-        for source in self._sources:
-            if source not in local or local[source].is_crowded:
-                local[source] = LocalState(self._catalog, tensors, source, alike=source in self._alike)
-        return {f"{MIRROR}{source}": local[source].cuts(operators, assignment, source) for source in self._sources}
-
-    def cuts_of_gradients(
-        self, operators: Collection[str], gradients: Sequence[StateTensor], assignment: WriteAssignment
-    ) -> dict[str, Cuts]:
-        """Returns the same for consumed gradients, which are other tensors at each step, so that no cut is reused."""
-        local = {s: LocalState(self._catalog, gradients, s, alike=s in self._alike) for s in self._sources}
-        return {f"{MIRROR}{source}": local[source].cuts(operators, assignment, source) for source in self._sources}
+        return {f"{MIRROR}{source}": local.cuts(operators, assignment, source) for source, local in self._local.items()}
 
 
 # --- before training ---
@@ -388,7 +372,7 @@ class ExpectedShare:
             placement: Who holds what.
             rank: This one.
         """
-        dealt = Sharder(catalog, placement).assign(catalog.everything, self._tensors)
+        dealt = Sharder(catalog, placement, self._tensors).assign(catalog.everything)
         cuts = LocalState(catalog, self._tensors).cuts(catalog.everything, dealt, rank)
         written = int(cuts.shelf.table(cuts.slices)[:, NBYTES].sum())
         undivided = sum(tensor.local.nbytes for tensor in self._tensors if not tensor.replicated)

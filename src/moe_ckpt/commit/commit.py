@@ -32,7 +32,6 @@ from moe_ckpt.ledger import freshness
 from moe_ckpt.ledger.ledger import Ledger, Versions
 from moe_ckpt.run.context import RunContext
 from moe_ckpt.run.run_ledger import places
-from moe_ckpt.slices.claims import SavedOperators
 from moe_ckpt.slices.snapshot import Snapshot
 from moe_ckpt.slices.writing import Acknowledgement, names_in, write_named
 
@@ -122,7 +121,7 @@ class Committer:
     def __init__(self, run: RunContext, keeper: StoreKeeper) -> None:
         self.keeper = keeper
         self._run, self._storage, self._catalog = run, run.storage, run.catalog
-        self._nothing, self._saved_operators = View(Versions(run.catalog)), SavedOperators(run.catalog)
+        self._nothing = View(Versions(run.catalog))
         self._passed_over: tuple[str, ...] = ()
         self._window_parts: list[WrittenPart] = []
         self._window_start = -1
@@ -204,7 +203,7 @@ class Committer:
         return manifest
 
     def _write_part(self, snapshot: Snapshot, acknowledged: Acknowledgement) -> WrittenPart:
-        fragment, saved = self._saved_operators.of(snapshot.contents.full, snapshot.plan.claims)
+        fragment, saved = snapshot.plan.claims.saved(snapshot.contents.full)
         record, raw = encode_part(
             snapshot.identity.run,
             snapshot.step,

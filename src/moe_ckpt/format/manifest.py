@@ -21,8 +21,7 @@ from typing import Any
 
 from moe_ckpt.core.step import Tier
 from moe_ckpt.core.tokens import WINDOW_BEGAN
-from moe_ckpt.errors import DamagedError, FormatVersionError
-from moe_ckpt.format import FORMAT_VERSION
+from moe_ckpt.errors import DamagedError
 from moe_ckpt.format.schema import (
     Schema,
     anything,
@@ -34,7 +33,6 @@ from moe_ckpt.format.schema import (
     maybe,
     number,
     one_of,
-    require,
     row,
     shown,
     table,
@@ -42,13 +40,14 @@ from moe_ckpt.format.schema import (
     value,
     whole,
 )
-from moe_ckpt.format.sealed import Fragment, digest, seal, unseal
+from moe_ckpt.format.sealed import Fragment, decode_document, digest, encode_document
 
 MANIFEST_NAME = "MANIFEST.json"
 PART_NAME = "PART.json"
 STORE_NAME = "store.json"
 _KIND = "moe_ckpt.manifest"
 _PART_KIND = "moe_ckpt.part"
+STATE_KIND = "moe_ckpt.state"
 _STEP_DIR = re.compile(r"step_(\d{8,18})(?:_g(\d{1,18}))?", re.ASCII)
 _OWN_FILE = re.compile(r"rank_\d{5,9}_(expert(?=\.s)|non_expert(?=\.s)|state(?=\.j))\.(?:safetensors|json)", re.ASCII)
 KINDS = ("expert", "non_expert")
@@ -283,8 +282,6 @@ class Manifest:
 
     def encode(self) -> bytes:
         body: dict[str, Any] = {
-            "kind": _KIND,
-            "format_version": FORMAT_VERSION,
             **{name: getattr(self, name) for name in _AS_THEY_ARE},
             "model": self.model.fragment,
             "parts": [[part.directory, part.nbytes, part.digest] for part in self.parts],
@@ -295,14 +292,12 @@ class Manifest:
             body["not_finite"] = self.not_finite
         if self.window:
             body["window"] = [slot.step for slot in self.window]
-        return seal(body)
+        return encode_document(_KIND, body)
 
     @classmethod
     def decode(cls, raw: bytes | bytearray | memoryview, path: str) -> Manifest:
         """Raises ``DamagedError`` or ``FormatVersionError``; ``path`` is for messages only."""
-        body = unseal(raw, path)
-        check_version(body, path, _KIND)
-        require(MANIFEST, body, path, "not a manifest of this format: ")
+        body = decode_document(raw, path, _KIND, MANIFEST, "not a manifest of this format: ")
         model = body["model"]
         layers = tuple(LayerRecord(layer["name"], layer["experts"], layer.get("top_k")) for layer in model["layers"])
         return cls(
@@ -320,16 +315,6 @@ _AS_THEY_ARE = (
     *("policy", "measured", "tokens"),
 )
 """Fields of ``Manifest`` that are in the document as they are."""
-
-
-def check_version(body: Mapping[str, Any], path: str, kind: str) -> None:
-    """Raises ``DamagedError`` unless a body is of ``kind``, ``FormatVersionError`` unless it is of the version that
-    this package reads."""
-    if body.get("kind") != kind:
-        raise DamagedError(path, f"is a {shown(body.get('kind'))}, not a {kind!r}")
-    version = body.get("format_version")
-    if type(version) is not int or version != FORMAT_VERSION:
-        raise FormatVersionError(path, version, FORMAT_VERSION)
 
 
 @dataclass(frozen=True)
@@ -355,9 +340,7 @@ class Part:
     @classmethod
     def decode(cls, raw: bytes | bytearray | memoryview, path: str) -> Part:
         """Raises ``DamagedError`` or ``FormatVersionError``; ``path`` is for messages only."""
-        body = unseal(raw, path)
-        check_version(body, path, _PART_KIND)
-        require(PART, body, path, "not a part of this format: ")
+        body = decode_document(raw, path, _PART_KIND, PART, "not a part of this format: ")
         step, directory = body["step"], step_dir(body["step"], body["generation"])
         return cls(
             run_id=body["run_id"],
@@ -396,10 +379,9 @@ def encode_part(
         files, states: Rows.
         operators: A list of ids.
     """
-    raw = seal(
+    raw = encode_document(
+        _PART_KIND,
         {
-            "kind": _PART_KIND,
-            "format_version": FORMAT_VERSION,
             "run_id": run_id,
             "step": step,
             "generation": generation,
@@ -407,7 +389,7 @@ def encode_part(
             "files": Fragment.of_rows(files),
             "states": Fragment.of_rows(states),
             "operators": operators,
-        }
+        },
     )
     return PartRecord(step_dir(step, generation), len(raw), digest(raw)), raw
 

@@ -14,8 +14,8 @@ from moe_ckpt.core.operators import expert_id
 from moe_ckpt.core.window import OperatorBytes
 from moe_ckpt.errors import DamagedError
 from moe_ckpt.format import FORMAT_VERSION
-from moe_ckpt.format.manifest import LayerRecord, check_version
-from moe_ckpt.format.sealed import parse_json
+from moe_ckpt.format.manifest import LayerRecord
+from moe_ckpt.format.sealed import check_version, parse_json
 
 PROFILE_KIND = "moe_ckpt.profile"
 MAX_PROFILE_BYTES = 1 << 28

@@ -16,10 +16,9 @@ from typing import Any
 import torch
 
 from moe_ckpt.errors import DamagedError, StoreError, UnencodableStateError, UnsupportedError
-from moe_ckpt.format import FORMAT_VERSION
-from moe_ckpt.format.manifest import MOST_UNIX_SECS, check_version
-from moe_ckpt.format.schema import Schema, anything, listing, mapping, number, one_of, require, row, text, whole
-from moe_ckpt.format.sealed import seal, unseal
+from moe_ckpt.format.manifest import MOST_UNIX_SECS
+from moe_ckpt.format.schema import Schema, anything, listing, mapping, number, one_of, row, text, whole
+from moe_ckpt.format.sealed import decode_document, encode_document
 from moe_ckpt.format.shard import TORCH_DTYPES, dtype_name
 from moe_ckpt.format.tree import decode_tree, encode_tree
 
@@ -45,14 +44,12 @@ class Identity:
     created_unix_secs: float
 
     def encode(self) -> bytes:
-        return seal({"kind": _STORE, "format_version": FORMAT_VERSION, **self.__dict__})
+        return encode_document(_STORE, self.__dict__)
 
     @classmethod
     def decode(cls, raw: bytes | bytearray | memoryview, path: str) -> Identity:
         """Raises ``DamagedError`` or ``FormatVersionError``."""
-        body = unseal(raw, path)
-        check_version(body, path, _STORE)
-        require(_STORE_FIELDS, body, path, "not a store identity: ")
+        body = decode_document(raw, path, _STORE, _STORE_FIELDS, "not a store identity: ")
         return cls(body["run_id"], body["fingerprint"], float(body["created_unix_secs"]))
 
     def require_model(self, fingerprint: str, root: str, differences: str = "") -> None:
@@ -101,9 +98,7 @@ class Finished:
             except (UnencodableStateError, UnsupportedError):
                 continue
         facts = {name: value for name, value in self.__dict__.items() if name != "callbacks"}
-        return seal(
-            {"kind": _END, "format_version": FORMAT_VERSION, **facts, "callbacks": callbacks, "tensors": tensors}
-        )
+        return encode_document(_END, {**facts, "callbacks": callbacks, "tensors": tensors})
 
     @classmethod
     def decode(cls, raw: bytes | bytearray | memoryview, path: str) -> Finished:
@@ -113,9 +108,7 @@ class Finished:
             DamagedError: The document is not as it was written.
             FormatVersionError: The document is of a version that this package does not read.
         """
-        body = unseal(raw, path)
-        check_version(body, path, _END)
-        require(_END_FIELDS, body, path, "not the end of a run: ")
+        body = decode_document(raw, path, _END, _END_FIELDS, "not the end of a run: ")
         try:
             tensors = {name: _tensor(*row) for name, row in body["tensors"].items()}
             callbacks = {name: decode_tree(tree, tensors.__getitem__) for name, tree in body["callbacks"].items()}

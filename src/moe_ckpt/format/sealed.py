@@ -7,14 +7,15 @@ the names of all parameters, tens of thousands with many experts, and is written
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from itertools import chain, compress
 from typing import Any
 
 import xxhash
 
-from moe_ckpt.errors import DamagedError
-from moe_ckpt.format.schema import MOST_DEPTH
+from moe_ckpt.errors import DamagedError, FormatVersionError
+from moe_ckpt.format import FORMAT_VERSION
+from moe_ckpt.format.schema import MOST_DEPTH, Schema, require, shown
 
 _MARK = "moe_ckpt.fragment"
 
@@ -154,6 +155,41 @@ def unseal(raw: Chunk, path: str) -> dict[str, Any]:
     if not isinstance(parsed, dict):
         raise DamagedError(path, "the body is no JSON object")
     return parsed
+
+
+def encode_document(kind: str, fields: Mapping[str, Any]) -> bytes:
+    """Returns the bytes of a sealed document of a kind, in the version of this format; see ``seal``."""
+    return seal({"kind": kind, "format_version": FORMAT_VERSION, **fields})
+
+
+def decode_document(raw: Chunk, path: str, kind: str, schema: Schema, what: str) -> dict[str, Any]:
+    """Returns the body of a sealed document, which fits a schema.
+
+    Args:
+        raw: The document.
+        path: For messages.
+        kind: It must be of this kind.
+        schema: Of the body.
+        what: Text before a fault.
+
+    Raises:
+        DamagedError: The document is not as it was written, or not of this kind or schema.
+        FormatVersionError: The document is of a version that this package does not read.
+    """
+    body = unseal(raw, path)
+    check_version(body, path, kind)
+    require(schema, body, path, what)
+    return body
+
+
+def check_version(body: Mapping[str, Any], path: str, kind: str) -> None:
+    """Raises ``DamagedError`` unless a body is of ``kind``, ``FormatVersionError`` unless it is of the version that
+    this package reads."""
+    if body.get("kind") != kind:
+        raise DamagedError(path, f"is a {shown(body.get('kind'))}, not a {kind!r}")
+    version = body.get("format_version")
+    if type(version) is not int or version != FORMAT_VERSION:
+        raise FormatVersionError(path, version, FORMAT_VERSION)
 
 
 def require_frame(head: Chunk, tail: Chunk, path: str) -> None:

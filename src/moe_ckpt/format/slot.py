@@ -19,7 +19,7 @@ from moe_ckpt.errors import DamagedError
 from moe_ckpt.format import FORMAT_VERSION
 from moe_ckpt.format.manifest import MLT_OF_FAULTS, MOST_RANKS, OPERATOR_ID
 from moe_ckpt.format.schema import Schema, anything, both, listing, mapping, maybe, number, one_of, require, text, whole
-from moe_ckpt.format.sealed import MAX_SEALED_BYTES, Fragment, digest, seal, unseal
+from moe_ckpt.format.sealed import MAX_SEALED_BYTES, Fragment, digest, encode_document, unseal
 from moe_ckpt.format.shard import MAX_HEADER_BYTES, ShardHeader, SliceEntry, decode_header
 from moe_ckpt.ledger.freshness import FRESH, STALE, UNKNOWN
 
@@ -250,8 +250,6 @@ def encode_slot(header: SlotHeader, full: Fragment | None = None) -> bytes:
     """
     parts = [{"kind": part.kind, "begin": part.begin, **_piece(part.raw)} for part in header.parts]
     body = {
-        "kind": KIND,
-        "format_version": FORMAT_VERSION,
         "run_id": header.identity.run,
         "life": header.identity.life,
         "sequence": header.identity.number,
@@ -263,7 +261,7 @@ def encode_slot(header: SlotHeader, full: Fragment | None = None) -> bytes:
         "parts": parts,
         "beside": list(header.beside),
     }
-    document = seal(body)
+    document = encode_document(KIND, body)
     length = len(document).to_bytes(_LENGTH_NBYTES, "little")
     return b"".join([length, document, header.state, *(part.raw for part in header.parts)])
 

@@ -22,7 +22,7 @@ from moe_ckpt.errors import DamagedError, MemoryFullError
 from moe_ckpt.format import FORMAT_VERSION
 from moe_ckpt.format.manifest import MOST_RANKS
 from moe_ckpt.format.schema import Schema, one_of, require, row, text, whole
-from moe_ckpt.format.sealed import seal, unseal
+from moe_ckpt.format.sealed import encode_document, unseal
 from moe_ckpt.format.shard import MAX_HEADER_BYTES, TORCH_DTYPES, dtype_name, itemsize
 from moe_ckpt.memory.arena import FULL
 from moe_ckpt.memory.directory import MESSAGES_SUFFIX, SEALED_SUFFIX, log_path
@@ -143,10 +143,9 @@ def encode_log(header: LogHeader) -> bytes:
     """Returns the bytes of the header's file."""
     counts = Counter(message.channel for message in header.messages)
     numbers = {channel: at for at, channel in enumerate(counts)}
-    return seal(
+    return encode_document(
+        KIND,
         {
-            "kind": KIND,
-            "format_version": FORMAT_VERSION,
             **{name: getattr(header, name) for name in _SCALARS},
             "channels": [
                 {"kind": channel.kind, "ranks": list(channel.ranks), "messages": count}
@@ -156,7 +155,7 @@ def encode_log(header: LogHeader) -> bytes:
                 [numbers[sent.channel], sent.number, sent.dtype, list(sent.shape), sent.checksum]
                 for sent in header.messages
             ],
-        }
+        },
     )
 
 

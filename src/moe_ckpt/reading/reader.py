@@ -26,13 +26,13 @@ from moe_ckpt.errors import (
 from moe_ckpt.format.contents import STATE_FILE, state_contents
 from moe_ckpt.format.manifest import (
     MANIFEST_NAME,
+    STATE_KIND,
     STORE_NAME,
     FileRecord,
     Manifest,
     Part,
     PartRecord,
     StateRecord,
-    check_version,
     composed,
     parse_step_dir,
     state_path,
@@ -40,7 +40,7 @@ from moe_ckpt.format.manifest import (
 )
 from moe_ckpt.format.run_records import Identity
 from moe_ckpt.format.schema import require
-from moe_ckpt.format.sealed import digest, unseal
+from moe_ckpt.format.sealed import decode_document, digest
 from moe_ckpt.format.shard import TORCH_DTYPES, ShardHeader
 from moe_ckpt.format.tree import decode_tree
 from moe_ckpt.memory.left_slots import READERS
@@ -53,7 +53,6 @@ from moe_ckpt.storage import Storage, open_storage
 from moe_ckpt.storage.base import Chunk, ReadableStorage
 from moe_ckpt.threads import ThreadName, ahead
 
-STATE_KIND = "moe_ckpt.state"
 _HEADER_READERS = 4
 _log = logging.getLogger("moe_ckpt")
 
@@ -283,9 +282,7 @@ class StoreReader:
                 raise DamagedError(record.path, f"has {len(raw):,} bytes, the manifest says {record.nbytes:,}")
             if digest(raw) != record.digest:
                 raise DamagedError(record.path, "checksum mismatch (damaged, or another rank's file)")
-            body = unseal(raw, record.path)
-            check_version(body, record.path, STATE_KIND)
-            require(STATE_FILE, body, record.path, "no state file of this format: ")
+            body = decode_document(raw, record.path, STATE_KIND, STATE_FILE, "no state file of this format: ")
         facts = tuple(body[name] for name in ("run_id", "step", "generation", "rank"))
         if facts != (manifest.run_id, manifest.step, manifest.generation, record.rank):
             raise DamagedError(record.path, f"is the state of (run, step, generation, rank) {facts}", **where)

@@ -233,8 +233,7 @@ class Backlog:
     def to_peers(self, plan: SnapshotPlan, consensus: StepConsensus) -> bool:
         """Returns whether the snapshot of ``plan``, which begins now, goes to peers (``core.cadence``)."""
         if not plan.slot:
-            behind, waits = consensus.copies_behind, self._waits_if_busy
-            self._window_to_peers = not behind or goes_to_peers(plan, behind=behind, waits=waits)
+            self._window_to_peers = goes_to_peers(plan, behind=consensus.copies_behind, waits=self._waits_if_busy)
             if not self._window_to_peers:
                 self._say(
                     "peers",

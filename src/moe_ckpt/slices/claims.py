@@ -6,8 +6,7 @@ and adds up those of a plan's operators. So a new plan takes time for the operat
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache, partial
 from itertools import repeat
 from math import prod
@@ -30,7 +29,7 @@ _Scattered = tuple[str, frozenset[str], int]
 
 
 class Claims:
-    """The slices for which one rank must account. For the persist thread only, except its creation.
+    """The slices for which one rank must account. Made on the training thread, used by those that seal and write.
 
     Args:
         catalog: Of the model.
@@ -90,6 +89,12 @@ class Claims:
         return self._catalog.mask(tuple({operator.id for operator, _, _ in self._blocks()}))
 
     @cached_property
+    def saved(self) -> Remembered[tuple[Fragment, Counts]]:
+        """Returns those of some operators that have elements: their ids, encoded for documents, and their numbers in
+        the catalog. Caches the newest results."""
+        return Remembered(partial(_saved, self._catalog, self.is_saved))
+
+    @cached_property
     def _sums(self) -> tuple[Mapping[str, int], Mapping[str, int], Sequence[_Scattered]]:
         """Sums of each operator's state and of its compute weights, and state that a slot may have to repeat."""
         full: dict[str, int] = {}
@@ -117,24 +122,6 @@ def box_of_rows(start: int, stop: int, global_shape: tuple[int, ...]) -> Box:
     return Box((start, *(0 for _ in rest)), (stop - start, *rest)) if global_shape else Box((), ())
 
 
-class SavedOperators:
-    """Encodes the operators that snapshots save in full, without those that have no element. Not safe for several
-    threads."""
-
-    def __init__(self, catalog: Catalog) -> None:
-        self._catalog = catalog
-        # Encoded once, since partial checkpoints hold others each time.
-        self._rows = [json.dumps(op).encode() + b"," for op in catalog.everything]
-        self._claims: Claims | None = None
-        self._found: Callable[[tuple[str, ...]], tuple[Fragment, Counts]]
-
-    def of(self, operators: tuple[str, ...], claims: Claims) -> tuple[Fragment, Counts]:
-        """Returns the ids of operators, encoded for documents, and their numbers in the catalog. Cached for the newest
-        few tuples."""
-        if claims is not self._claims:
-            self._claims, self._found = claims, Remembered(partial(self._find, claims.is_saved))
-        return self._found(operators)
-
-    def _find(self, is_saved: npt.NDArray[np.bool_], operators: tuple[str, ...]) -> tuple[Fragment, Counts]:
-        saved = np.flatnonzero(is_saved & self._catalog.mask(operators))
-        return Fragment.of_rows(b"".join(map(self._rows.__getitem__, saved.tolist()))), saved
+def _saved(catalog: Catalog, is_saved: npt.NDArray[np.bool_], operators: tuple[str, ...]) -> tuple[Fragment, Counts]:
+    places = np.flatnonzero(is_saved & catalog.mask(operators))
+    return Fragment(list(map(catalog.everything.__getitem__, places.tolist()))), places

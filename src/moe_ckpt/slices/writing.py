@@ -16,9 +16,17 @@ from typing import Any
 import numpy as np
 
 from moe_ckpt.errors import StoreUnwritableError, torn_snapshot
-from moe_ckpt.format import FORMAT_VERSION
-from moe_ckpt.format.manifest import GROUPS, FileRecord, StateRecord, file_row, shard_path, state_path, state_row
-from moe_ckpt.format.sealed import digest, seal
+from moe_ckpt.format.manifest import (
+    GROUPS,
+    STATE_KIND,
+    FileRecord,
+    StateRecord,
+    file_row,
+    shard_path,
+    state_path,
+    state_row,
+)
+from moe_ckpt.format.sealed import digest, encode_document
 from moe_ckpt.format.shard import seal_of
 from moe_ckpt.ledger.coverage import PRIME, Box
 from moe_ckpt.ledger.freshness import FRESH, STALE, UNKNOWN, LastChecksums, of_all
@@ -146,17 +154,16 @@ def state_file(state: Any, step: int, generation: int, run_id: str, rank: int, w
         state: Plain state, encoded.
         step, generation, run_id, rank, world_size: Of the snapshot and the rank.
     """
-    return seal(
+    return encode_document(
+        STATE_KIND,
         {
-            "kind": "moe_ckpt.state",
-            "format_version": FORMAT_VERSION,
             "run_id": run_id,
             "step": step,
             "generation": generation,
             "rank": rank,
             "world_size": world_size,
             "state": state,
-        }
+        },
     )
 
 

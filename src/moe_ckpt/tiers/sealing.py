@@ -13,13 +13,11 @@ from typing import Any
 from moe_ckpt.core.step import Contents, Facts, PeerPart
 from moe_ckpt.core.tokens import NO_COUNTS
 from moe_ckpt.errors import MemoryFullError, MemoryGoneError, NotFiniteError
-from moe_ckpt.format.sealed import Fragment
 from moe_ckpt.format.slot import GRADIENTS, TENSORS, SlotHeader, SlotPart, encode_slot
 from moe_ckpt.memory.slot import Slot
 from moe_ckpt.policies.base import needs_of
 from moe_ckpt.run.context import RunContext
 from moe_ckpt.slices.checksums import Checker
-from moe_ckpt.slices.claims import SavedOperators
 from moe_ckpt.slices.compiling import HOST_ONLY
 from moe_ckpt.slices.snapshot import Snapshot, SnapshotPart
 from moe_ckpt.slices.writing import FreshnessWatch, seal_snapshot
@@ -110,7 +108,8 @@ class MemorySealer:
         return [*headers, self._seal_own(snapshot, own_slot)]
 
     def _seal_own(self, snapshot: Snapshot, slot: Slot) -> bytes:
-        header, full = self._headers.of_share(snapshot), self._headers.operators(snapshot)
+        header = self._headers.of_share(snapshot)
+        full, _ = snapshot.plan.claims.saved(snapshot.contents.full)
         raw = encode_slot(header, full)
         slot.seal(raw)
         sent_parts = tuple(part for part in header.parts if part.kind != HOST_ONLY)
@@ -129,7 +128,6 @@ class SlotHeaders:
 
     def __init__(self, run: RunContext) -> None:
         self._rank, self._ranks, self._catalog = run.comm.rank, run.comm.world_size, run.catalog
-        self._saved_operators = SavedOperators(run.catalog)
         needs = needs_of(run.policy)
         self._names_gradients = needs.gradients and needs.partial  # else they are of all others
 
@@ -157,7 +155,7 @@ class SlotHeaders:
         """Returns the header of the slot that has a rank's share of a snapshot. Waits for the step's tokens."""
         contents, everything = snapshot.contents, self._catalog.everything
         without_state = contents.on_behalf_of is not None and contents.is_whole(everything)
-        _, saved = self._saved_operators.of(contents.full, snapshot.plan.claims)
+        _, saved = snapshot.plan.claims.saved(contents.full)
         if len(saved) < len(contents.full):
             contents = replace(contents, full=tuple(map(everything.__getitem__, saved.tolist())))
         if not self._names_gradients:
@@ -173,10 +171,6 @@ class SlotHeaders:
             only=TENSORS if without_state else "",
             beside=snapshot.plan.slots,
         )
-
-    def operators(self, snapshot: Snapshot) -> Fragment:
-        """Returns the operators in full of ``of_share``, encoded."""
-        return self._saved_operators.of(snapshot.contents.full, snapshot.plan.claims)[0]
 
     def _header(self, snapshot: Snapshot, **of_slot: Any) -> SlotHeader:
         """of_slot: fields of this slot alone."""

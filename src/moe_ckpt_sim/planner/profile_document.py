@@ -12,10 +12,10 @@ from typing import Any
 
 from moe_ckpt.core.operators import expert_id, gate_id
 from moe_ckpt.errors import DamagedError
-from moe_ckpt.format.manifest import MOST_EXPERTS, OPERATOR_ID, LayerRecord, check_version
+from moe_ckpt.format.manifest import MOST_EXPERTS, OPERATOR_ID, LayerRecord
 from moe_ckpt.format.profile import PROFILE_KIND, Life, OperatorRow, ProfiledModel
 from moe_ckpt.format.schema import Check, Schema, anything, both, flag, mapping, maybe, number, require, text, whole
-from moe_ckpt.format.sealed import parse_json
+from moe_ckpt.format.sealed import check_version, parse_json
 
 
 @dataclass(frozen=True)

@@ -52,8 +52,7 @@ from moe_ckpt.slices.claims import Claims
 from moe_ckpt.slices.compiling import CompiledPart
 from moe_ckpt.slices.cuts import Cuts
 from moe_ckpt.slices.local_state import LocalState
-from moe_ckpt.slices.snapshot import side_tensors
-from moe_ckpt.slices.writing import acknowledge
+from moe_ckpt.slices.snapshot import acknowledge, side_tensors
 from moe_ckpt.threads import ThreadName
 
 PERSIST_THREAD = ThreadName.PERSIST.value

@@ -34,7 +34,7 @@ from moe_ckpt.core.tokens import Counts
 from moe_ckpt.modeling.discover import build_catalog, find_moe_layers
 from moe_ckpt.policies import MoC
 from moe_ckpt.ports import StateTensor
-from moe_ckpt.slices.assignment import Weights, expert_owners, weigh
+from moe_ckpt.slices.assignment import Weights, weigh
 from recipes.gpt_moe_lightning.model import GPTMoE, GPTMoEConfig
 
 _MODEL = Path(__file__).resolve().parents[1] / "conf" / "model" / "gpt2_moe_small.yaml"
@@ -136,7 +136,7 @@ class Peaks:
 
 def peaks(of: Subject, ranks: int, selector: str, k: int) -> Peaks:
     results: dict[str, list[int]] = {name: [] for name in WAYS}
-    owners = expert_owners(of.catalog, everywhere(of.catalog.layers, ranks))
+    owners = everywhere(of.catalog.layers, ranks).owner_of
     units, rest = of.weights.units, of.non_expert_bytes
     equal = shares_adaptive(units, [0] * ranks, grain_bytes=rest)  # fixed, whatever experts a checkpoint holds
     writers = {unit.name: part.rank for unit, (part,) in zip(equal.units, equal.dealt, strict=True)}

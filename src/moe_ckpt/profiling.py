@@ -125,26 +125,27 @@ class Recorder:
     """
 
     def __init__(self, path: str, opened: Opened) -> None:
-        now = time.time()
-        pp, dp, ep = parallel(opened.placement, opened.ranks)
+        now, run = time.time(), opened.run
+        ranks, settings = run.comm.world_size, run.settings
+        pp, dp, ep = parallel(run.placement, ranks)
         self._life: dict[str, Any] = {
             "run_id": opened.run_id,
             "generation": opened.generation,
-            "policy": opened.policy,
-            "ranks": opened.ranks,
-            "ranks_per_node": opened.ranks_per_node,
+            "policy": run.policy.describe(),
+            "ranks": ranks,
+            "ranks_per_node": min(settings.local_ranks, ranks),
             "pp": pp,
             "dp": dp,
             "ep": ep,
             "host_memory_bytes": opened.host_memory_bytes,
-            "replicas": opened.replicas,
+            "replicas": 0 if settings.memory is None else settings.memory.replicas,
             "started_unix_secs": min(max(started_unix_secs(), _left_unix_secs), now),
             "opened_unix_secs": now,
             **dict.fromkeys(("stall_secs", "waited_secs", "agree_secs", "clean_secs"), 0.0),
             **dict.fromkeys(("begun", "committed", "failed", "snapshot_bytes", "clean_steps"), 0),
             "replayed_steps": 0,
         }
-        self._recent = _Recent(opened.catalog.layers)
+        self._recent = _Recent(run.catalog.layers)
         self._record: StepRecord | None = None
         self._routed_before = 0
         self._joined_at: float | None = None
@@ -152,7 +153,7 @@ class Recorder:
         self._layout: tuple[int, ComputeTypes] | None = None
         self._specs: Sequence[TensorSpec] | None = None
         self._due = 0.0
-        self._writer = ProfileWriter(path, opened.catalog, opened.placement)
+        self._writer = ProfileWriter(path, run.catalog, run.placement)
 
     def note(self, event: SessionEvent) -> None:
         """Add what ``event`` tells; now and then, begin to write the file."""

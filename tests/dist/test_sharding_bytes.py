@@ -28,7 +28,7 @@ from moe_ckpt.recovery.resume import resume_newest
 from moe_ckpt.run.context import RunContext
 from moe_ckpt.run.options import Settings
 from moe_ckpt.session.session import CheckpointSession
-from moe_ckpt.slices.assignment import Sharder, expert_owners, weigh
+from moe_ckpt.slices.assignment import Sharder, weigh
 from moe_ckpt.storage import LocalStorage
 from moe_ckpt.storage.lock import StoreLock
 from tests.support import run_ranks
@@ -212,7 +212,7 @@ def planned_bytes(manifest: Manifest, ranks: int) -> tuple[list[int], int, int]:
     catalog = build_catalog(model, find_moe_layers(model))
     saved = {op for op, record in manifest.operators.items() if record.step == manifest.step}
     dealt = Sharder(catalog, everywhere(catalog.layers, ranks), tensors).assign(saved)
-    weights, owners = weigh(catalog, tensors), expert_owners(catalog, everywhere(catalog.layers, ranks))
+    weights, owners = weigh(catalog, tensors), everywhere(catalog.layers, ranks).owner_of
     preload = [0] * ranks
     for op in saved & weights.experts.keys():
         preload[owners[op]] += weights.experts[op]

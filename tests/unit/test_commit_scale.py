@@ -20,7 +20,7 @@ from moe_ckpt.core.placement import everywhere
 from moe_ckpt.run.context import RunContext
 from moe_ckpt.run.options import Settings
 from moe_ckpt.session.session import CheckpointSession
-from moe_ckpt.slices.writing import Acknowledgement
+from moe_ckpt.slices.snapshot import Acknowledgement
 from moe_ckpt.storage import LocalStorage
 from moe_ckpt.storage.lock import StoreLock
 from tests.unit.engine_parts import told

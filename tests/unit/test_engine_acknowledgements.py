@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from moe_ckpt.format.manifest import FileRecord, Part, StateRecord, encode_part, shard_path, state_path
 from moe_ckpt.format.sealed import Fragment
 from moe_ckpt.ledger.coverage import PRIME, Box
-from moe_ckpt.slices.writing import Acknowledgement, acknowledge, decode_boxes, encode_boxes, names_in
+from moe_ckpt.slices.snapshot import Acknowledgement, acknowledge, decode_boxes, encode_boxes, names_in
 
 DIRECTORY = "step_00000007"
 

@@ -37,7 +37,7 @@ def test_the_events_of_a_life_come_in_order_to_every_observer(tmp_path):
     ]
     assert both == [(name, event) for event in one for name in ("first", "second")]
     opened = one[0]
-    assert (opened.catalog, opened.generation, opened.ranks, opened.policy["name"]) == (life.model, 0, 1, "dense")
+    assert (opened.run.catalog, opened.generation) == (life.model, 0)
     assert [event.record for event in one if isinstance(event, StepEnded)] == life.records
     assert [event.record for event in one if isinstance(event, TrainingEnded)] == [last]
     assert [event.nbytes for event in one if isinstance(event, SnapshotBegan)] == [

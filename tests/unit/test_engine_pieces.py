@@ -17,7 +17,7 @@ from moe_ckpt.format.shard import lay_out
 from moe_ckpt.ledger.coverage import Box, prove_cover
 from moe_ckpt.modeling.training_state import specs_of
 from moe_ckpt.ports import StateTensor
-from moe_ckpt.slices.assignment import Sharder, expert_owners
+from moe_ckpt.slices.assignment import Sharder
 from moe_ckpt.slices.claims import Claims
 from moe_ckpt.slices.local_state import LocalState
 from tests.unit.builders import catalog, pieces_of
@@ -147,7 +147,7 @@ def test_names_in_one_shard_are_unique(world):
 @given(st.integers(1, 3), st.integers(1, 9), st.integers(1, 6))
 def test_every_expert_has_one_owner_and_they_come_in_blocks(layers, experts, ranks):
     model = catalog(layers, experts)
-    owner = expert_owners(model, everywhere(model.layers, ranks))
+    owner = everywhere(model.layers, ranks).owner_of
     assert owner.keys() == {op.id for op in model.experts}
     assert set(owner.values()) <= set(range(ranks))
     for layer in range(layers):

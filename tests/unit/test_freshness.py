@@ -11,7 +11,7 @@ from moe_ckpt.core.step import Contents, WindowPlace
 from moe_ckpt.ledger.freshness import FRESH, STALE, UNKNOWN, LastChecksums, of_all
 from moe_ckpt.policies import Dense, MoC
 from moe_ckpt.slices.compiling import GRADIENTS
-from moe_ckpt.slices.writing import FreshnessWatch
+from moe_ckpt.slices.snapshot import FreshnessWatch
 from moe_ckpt.storage import LocalStorage
 from tests.unit.engine_parts import Life, ThreadRanks, run_threads, told
 from tests.unit.test_engine_host_tier import assert_state, come_back

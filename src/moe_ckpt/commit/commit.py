@@ -32,8 +32,7 @@ from moe_ckpt.ledger import freshness
 from moe_ckpt.ledger.ledger import Ledger, Versions
 from moe_ckpt.run.context import RunContext
 from moe_ckpt.run.run_ledger import places
-from moe_ckpt.slices.snapshot import Snapshot
-from moe_ckpt.slices.writing import Acknowledgement, names_in, write_named
+from moe_ckpt.slices.snapshot import Acknowledgement, Snapshot, names_in, write_named
 
 NOT_COVERED = "the ranks' shares do not cover it exactly"
 """The cause of a failure after which each rank sends rank 0 the boxes that it wrote."""

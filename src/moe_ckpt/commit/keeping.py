@@ -42,7 +42,7 @@ from moe_ckpt.format.manifest import (
 from moe_ckpt.format.run_records import Identity
 from moe_ckpt.ledger.retention import CheckpointRecord, RetentionPolicy, groups_to_delete, retained
 from moe_ckpt.run.documents import each_step, read_manifest, read_sealed
-from moe_ckpt.slices.writing import write_named
+from moe_ckpt.slices.snapshot import write_named
 from moe_ckpt.storage.base import Storage
 from moe_ckpt.storage.listings import Listings
 from moe_ckpt.storage.lock import StoreLock

@@ -28,10 +28,10 @@ from moe_ckpt.ledger.coverage import prove_cover
 from moe_ckpt.ports import Communicator
 from moe_ckpt.run.context import RunContext
 from moe_ckpt.slices.checksums import Checker
-from moe_ckpt.slices.snapshot import Snapshot
-from moe_ckpt.slices.writing import (
+from moe_ckpt.slices.snapshot import (
     Acknowledgement,
     FreshnessWatch,
+    Snapshot,
     acknowledge,
     decode_boxes,
     encode_boxes,
@@ -217,17 +217,17 @@ class FailureCount:
                 self.in_row = 0
                 self._windows.clear()
             return False
+        if self.has_failed(window):
+            return False
         if window is not None:
-            if self.has_failed(window):
-                return False
             self._windows.add(window.start)
         self.total += 1
         self.in_row += 1
         return True
 
-    def has_failed(self, window: WindowPlace) -> bool:
+    def has_failed(self, window: WindowPlace | None) -> bool:
         """Returns whether a step of this window has failed, so that its other steps are of no use."""
-        return window.start in self._windows
+        return window is not None and window.start in self._windows
 
 
 class SnapshotResolver:
@@ -253,7 +253,7 @@ class SnapshotResolver:
     def resolve(self, snapshot: Snapshot) -> Fate:
         """Writes and commits one snapshot, or says why it failed. A collective: all ranks, in the same order."""
         taken_at, window, refusal = time.perf_counter(), snapshot.contents.window, snapshot.refused
-        if refusal is None and window is not None and self._failures.has_failed(window):
+        if refusal is None and self._failures.has_failed(window):
             refusal = "an earlier step of its window was not saved"
         acknowledged = Acknowledgement.failed(self._comm.rank, refusal) if refusal else self._write(snapshot)
         columns = self._comm.combine(acknowledged.columns)

@@ -29,12 +29,8 @@ NO_COUNTS: Counts = np.zeros((0, 0), dtype=np.int64)
 
 
 WINDOW_BEGAN = "window_began"
-"""Further key beside those of ``TokenBook.to_dict``: ``digest_of`` the tokens applied by a window's first step."""
-
-
-def digest_of(counts: Counts) -> str:
-    """Returns XXH3-64 of a table of tokens, as little-endian integers of 64 bits."""
-    return xxhash.xxh3_64_hexdigest(np.ascontiguousarray(counts, dtype="<i8").data)
+"""Further key beside those of ``TokenBook.to_dict``: XXH3-64 of the tokens applied by a window's first
+step, as little-endian integers of 64 bits."""
 
 
 def window_began(first: Counts | None) -> dict[str, str]:
@@ -43,7 +39,9 @@ def window_began(first: Counts | None) -> dict[str, str]:
     Args:
         first: ``[L, E]`` tokens applied by its first step; None for a checkpoint without a window.
     """
-    return {} if first is None else {WINDOW_BEGAN: digest_of(first)}
+    if first is None:
+        return {}
+    return {WINDOW_BEGAN: xxhash.xxh3_64_hexdigest(np.ascontiguousarray(first, dtype="<i8").data)}
 
 
 @dataclass(frozen=True)

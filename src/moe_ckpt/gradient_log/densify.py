@@ -49,7 +49,7 @@ from moe_ckpt.reading.reader import StoreReader, check_checkpoint
 from moe_ckpt.reading.together import by_rank_zero, together
 from moe_ckpt.recovery.executing import plain_spans
 from moe_ckpt.slices.checksums import all_finite, judged_in
-from moe_ckpt.slices.writing import write_named
+from moe_ckpt.slices.snapshot import write_named
 from moe_ckpt.storage.base import Storage
 from moe_ckpt.storage.lock import StoreLock
 

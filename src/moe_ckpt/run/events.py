@@ -6,16 +6,17 @@ that one whose work may fail catches its errors itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
-from moe_ckpt.core.operators import Catalog
-from moe_ckpt.core.placement import Placement
 from moe_ckpt.policies.base import Measured
 from moe_ckpt.ports import TensorSpec
 from moe_ckpt.run.run_ledger import RunLedger
 from moe_ckpt.slices.assignment import ComputeTypes
+
+if TYPE_CHECKING:
+    from moe_ckpt.run.context import RunContext
 
 
 @dataclass(frozen=True)
@@ -124,26 +125,16 @@ class Opened:
     """The store is open and the threads run. The fields are valid until ``Closed``.
 
     Attributes:
-        catalog: Of the model.
-        placement: Ranks of the operators.
-        policy: ``Policy.describe()``.
+        run: Context of the session.
         run_id: Of the store.
         generation: Life of the run.
-        ranks: Of the job.
-        ranks_per_node: Ranks that share this host's memory.
         host_memory_bytes: Budget of this rank's snapshot buffers.
-        replicas: Copies that the memory of peers holds.
     """
 
-    catalog: Catalog
-    placement: Placement
-    policy: Mapping[str, Any]
+    run: RunContext
     run_id: str
     generation: int
-    ranks: int
-    ranks_per_node: int
     host_memory_bytes: int
-    replicas: int = 0
 
 
 @dataclass(frozen=True)

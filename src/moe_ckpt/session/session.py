@@ -111,22 +111,11 @@ class CheckpointSession:
             StoreError, ConfigError, OSError: as ``open_store``. After an error the store is unlocked, and no thread
                 runs.
         """
-        run, settings, ranks = self._run, self._run.settings, self.comm.world_size
+        run = self._run
         try:
             self._snapshots.opened = pipeline = open_pipeline(run)
-            run.tell(
-                Opened(
-                    catalog=run.catalog,
-                    placement=run.placement,
-                    policy=run.policy.describe(),
-                    run_id=pipeline.tier.run_id,
-                    generation=pipeline.generation,
-                    ranks=ranks,
-                    ranks_per_node=min(settings.local_ranks, ranks),
-                    host_memory_bytes=pipeline.snapshot_bytes * settings.max_in_flight,
-                    replicas=0 if settings.memory is None else settings.memory.replicas,
-                )
-            )
+            budget = pipeline.snapshot_bytes * run.settings.max_in_flight
+            run.tell(Opened(run, pipeline.tier.run_id, pipeline.generation, budget))
             needs = needs_of(run.policy)
             if needs.windows or needs.gradients or needs.sizes:  # minimum over ranks
                 [least] = largest(self.comm, [-pipeline.snapshot_bytes])

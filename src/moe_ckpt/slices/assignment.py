@@ -225,7 +225,7 @@ class Sharder:
         self._peers = placement.peers
         self._number = {rank: at for at, rank in enumerate(placement.peers)}
         self._apart = placement.experts_apart
-        self._owners = expert_owners(catalog, placement)
+        self._owners = placement.owner_of
         self._compute_weights: Weights | None = None
         self._compute_types: ComputeTypes = {}
         self._expert_bytes = Remembered(partial(_bytes_of_experts, catalog))
@@ -281,8 +281,8 @@ class Sharder:
         """For each operator its owner's number among the peers; -1 if that is no peer, or the operator no expert."""
         alone = len(self._peers) == 1 and not self._apart
         peers = np.full(len(self._catalog.operators), -1, dtype=np.int64)
-        for op, rank in self._owners.items():
-            peers[self._catalog.index_of[op]] = 0 if alone else self._number.get(rank, -1)
+        for op in self._catalog.experts:
+            peers[self._catalog.index_of[op.id]] = 0 if alone else self._number.get(self._owners[op.id], -1)
         return peers
 
     @cached_property
@@ -315,12 +315,3 @@ class Sharder:
         layers = {op.id: op.layer for op in self._catalog.experts if op.layer in of_layer}
         sizes = {layer: nbytes // len(operators_in[layer]) for layer, nbytes in of_layer.items()}
         return Weights(weights.units, {op: sizes[layer] for op, layer in layers.items() if layer is not None})
-
-
-def expert_owners(catalog: Catalog, placement: Placement) -> dict[str, int]:
-    """Returns expert operator -> the rank that writes what is replicated of it."""
-    return {
-        op.id: placement.owners[op.layer][op.expert]
-        for op in catalog.experts
-        if op.expert is not None and op.layer is not None
-    }

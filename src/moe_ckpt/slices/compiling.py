@@ -16,7 +16,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import chain
 from operator import attrgetter, is_
 
 import numpy as np
@@ -196,11 +195,6 @@ class CompiledPlan:
     def parts(self) -> tuple[Placed, ...]:
         """The parts of the first buffer."""
         return self.buffers[0]
-
-    @property
-    def pieces(self) -> tuple[Placed, ...]:
-        """The gradients of each of ``slots``."""
-        return tuple(chain.from_iterable(self.buffers[1 : 1 + len(self.slots)]))
 
     @cached_property
     def sizes(self) -> list[int]:

@@ -320,7 +320,7 @@ class MirroredShares:
 
     @property
     def is_crowded(self) -> bool:
-        """As of ``LocalState``."""
+        """True if one of them is, as ``LocalState.is_crowded`` says."""
         return any(local.is_crowded for local in self._local.values())
 
     def cuts(self, operators: Collection[str], assignment: WriteAssignment) -> dict[str, Cuts]:

@@ -50,8 +50,7 @@ from moe_ckpt.slices.checksums import checksums_of
 from moe_ckpt.slices.compiling import CompiledPart
 from moe_ckpt.slices.copying import target
 from moe_ckpt.slices.cuts import no_cuts
-from moe_ckpt.slices.snapshot import Encode, Plain, Snapshot
-from moe_ckpt.slices.writing import state_file
+from moe_ckpt.slices.snapshot import Encode, Plain, Snapshot, state_file
 from moe_ckpt.threads import TaskThread, ThreadName
 
 log = logging.getLogger("moe_ckpt")

@@ -19,8 +19,7 @@ from moe_ckpt.policies.base import needs_of
 from moe_ckpt.run.context import RunContext
 from moe_ckpt.slices.checksums import Checker
 from moe_ckpt.slices.compiling import HOST_ONLY
-from moe_ckpt.slices.snapshot import Snapshot, SnapshotPart
-from moe_ckpt.slices.writing import FreshnessWatch, seal_snapshot
+from moe_ckpt.slices.snapshot import FreshnessWatch, Snapshot, SnapshotPart, seal_snapshot
 from moe_ckpt.tiers.memory_tier import MemoryTier
 
 log = logging.getLogger("moe_ckpt")

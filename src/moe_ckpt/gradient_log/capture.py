@@ -98,7 +98,6 @@ class GradientConsumer(Protocol):
         The tensors are no copies. A consumer that keeps them also keeps their memory: at most one set of gradients more
         than training has, if all are read before the next update.
         """
-        ...
 
     def release(self, *, dropped: bool = False) -> None:
         """Called before consumed gradients are overwritten or freed: all reading must end, or be queued before that.
@@ -106,7 +105,6 @@ class GradientConsumer(Protocol):
         Args:
             dropped: True if parameters only lose their gradients, and nothing is written to these.
         """
-        ...
 
 
 class _Preceded:

@@ -280,7 +280,6 @@ class Policy(Protocol):
 
     def plan(self, context: PolicyContext) -> SnapshotPlan:
         """Returns what to save of the state after ``context.run.step``; an empty plan saves nothing."""
-        ...
 
     def check(self, catalog: Catalog) -> None:
         """Checks that this policy can serve a model. Called once, before training.
@@ -288,11 +287,9 @@ class Policy(Protocol):
         Raises:
             ConfigError: This policy cannot serve this model.
         """
-        ...
 
     def describe(self) -> dict[str, Any]:
         """Returns name and parameters as plain data, which are written into every manifest."""
-        ...
 
 
 AS_CONSUMED, BF16 = "as_consumed", "bf16"

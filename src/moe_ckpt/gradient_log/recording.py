@@ -36,8 +36,8 @@ _Region = tuple[str, tuple[int, ...], tuple[int, ...]]
 class RunLog(GradientConsumer, GradientRecord):
     """The gradient log of a training loop: recorded during training, and replayed after a failure.
 
-    It keeps references, and copies only gradients that are overwritten before their step ends. Before ``begin`` it
-    ignores updates. For the training thread.
+    It keeps references, and copies only gradients that are overwritten before their step ends. For the training thread,
+    from ``begin`` on.
 
     Args:
         attach: Gives consumed gradients to a consumer (``lightning.capture_gradients``,
@@ -129,8 +129,6 @@ class RunLog(GradientConsumer, GradientRecord):
             UnsupportedError: The update overwrites its gradients.
             ConfigError: The optimizer has made an update in this step already.
         """
-        if self._capture is None:
-            return
         number = gradients.update.optimizer
         if not gradients.stay:
             raise UnsupportedError(
@@ -148,8 +146,6 @@ class RunLog(GradientConsumer, GradientRecord):
 
     def release(self, *, dropped: bool = False) -> None:
         """See ``GradientConsumer``. Gradients of a step that has not ended are copied on their device if necessary."""
-        if self._capture is None:
-            return
         if self._consumed:  # zeroed, or followed by a backward pass, in the batch of the update
             self._consumed = [consumed.apart_from_training(dropped=dropped) for consumed in self._consumed]
         else:

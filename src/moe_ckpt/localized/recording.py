@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 import threading
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -22,6 +24,13 @@ from moe_ckpt.memory.directory import log_path
 from moe_ckpt.threads import TaskThread, ThreadName
 
 log = logging.getLogger("moe_ckpt")
+
+
+class _Log(NamedTuple):
+    """The log of one step. path: Of its files, without a suffix."""
+
+    step: int
+    path: Path
 
 
 class UpstreamLog:
@@ -42,12 +51,14 @@ class UpstreamLog:
         self, directory: Path, header: LogHeader, budget_bytes: int, earlier: Iterable[SealedLog] = ()
     ) -> None:
         self.problem = ""
-        self._earlier = sorted(earlier, key=lambda sealed: sealed.header.step, reverse=True)
         self._directory, self._budget = directory, budget_bytes
         self._header = header
-        self._sizes: dict[int, int] = {}
+        self._sizes: dict[_Log, int] = {}
+        """Bytes of each log, those of earlier lives first, in the order in which they are deleted."""
+        for sealed in sorted(earlier, key=lambda sealed: sealed.header.step):
+            self._sizes[_Log(sealed.header.step, sealed.path)] = sealed.header.nbytes
         self._sent: Counter[Channel] = Counter()
-        self._step = -1
+        self._now: _Log | None = None
         self._failure = ""
         self._waiting = 0
         self._lock = threading.Lock()
@@ -58,7 +69,7 @@ class UpstreamLog:
     @property
     def nbytes(self) -> int:
         """The bytes of all logs, including messages that are not written yet."""
-        return sum(self._sizes.values()) + sum(sealed.header.nbytes for sealed in self._earlier)
+        return sum(self._sizes.values())
 
     def continue_history(self, history: int) -> None:
         """Makes new logs continue those of ``history`` (``LogHeader``), since not all ranks went back."""
@@ -67,14 +78,15 @@ class UpstreamLog:
     def step_begins(self, step: int) -> None:
         """Begins the log of ``step``."""
         if self._goes_on():
-            self._step = step
-            self._sizes[step] = 0
+            self._now = _Log(step, log_path(self._directory, step))
+            self._sizes[self._now] = 0
             self._sent.clear()
             self._tasks.put(lambda: self._begin(step))
 
     def append(self, channel: Channel, tensor: torch.Tensor) -> None:
         """Copies one message, which may change when this returns. A copy from a GPU uses a separate stream."""
-        if self._step < 0 or not self._goes_on():
+        now = self._now
+        if now is None or not self._goes_on():
             return
         try:
             dtype_name(tensor.dtype)
@@ -84,7 +96,7 @@ class UpstreamLog:
         nbytes = tensor.numel() * tensor.element_size()
         if not self._has_room(nbytes):
             self.give_up(
-                f"the messages of step {self._step} alone take more than the budget of {self._budget:,} bytes: raise "
+                f"the messages of step {now.step} alone take more than the budget of {self._budget:,} bytes: raise "
                 "Memory(upstream_bytes=...)"
             )
             return
@@ -97,7 +109,7 @@ class UpstreamLog:
                 f"{self._budget:,}. Use a tmpfs, or raise Memory(upstream_bytes=...)"
             )
             return
-        self._sizes[self._step] += nbytes
+        self._sizes[now] += nbytes
         number = self._sent[channel]
         self._sent[channel] += 1
         copied, done = self._copied(tensor.detach())
@@ -127,22 +139,22 @@ class UpstreamLog:
     def _has_room(self, nbytes: int) -> bool:
         """Deletes the oldest logs if there is no room. Returns False if there is still none."""
         while self.nbytes + nbytes > self._budget:
-            if self._earlier:
-                self._tasks.put(functools.partial(remove_log, self._earlier.pop().path))
-                continue
-            oldest = min(self._sizes)
-            if oldest == self._step:
+            oldest = next(iter(self._sizes))
+            if oldest == self._now:
                 return False
-            self.drop(oldest)
+            self._remove(oldest)
         return True
+
+    def _remove(self, log_of_step: _Log) -> None:
+        del self._sizes[log_of_step]
+        self._tasks.put(functools.partial(remove_log, log_of_step.path))
 
     def leave_out(self) -> None:
         """Drops the log of the step under way, because its messages would not be sent again in a replay."""
-        if self._step < 0:
-            return
-        self._sizes.pop(self._step, None)
-        self._step = -1
-        self._tasks.put(self._abandon)
+        now, self._now = self._now, None
+        if now is not None:
+            self._sizes.pop(now, None)
+            self._tasks.put(self._abandon)
 
     def step_ends(self) -> threading.Event:
         """Ends the step under way. Returns an event that is set when its log is sealed."""
@@ -153,11 +165,8 @@ class UpstreamLog:
 
     def drop(self, step: int) -> None:
         """Drops the logs up to ``step``, which no recovery needs any more, those of earlier lives too."""
-        for sealed_step in [sealed_step for sealed_step in self._sizes if sealed_step <= step]:
-            del self._sizes[sealed_step]
-            self._tasks.put(functools.partial(remove_log, log_path(self._directory, sealed_step)))
-        while self._earlier and self._earlier[-1].header.step <= step:
-            self._tasks.put(functools.partial(remove_log, self._earlier.pop().path))
+        for superseded in [one for one in self._sizes if one.step <= step]:
+            self._remove(superseded)
 
     def give_up(self, problem: str) -> None:
         """Ends logging, and drops all logs. Warns once."""
@@ -166,7 +175,7 @@ class UpstreamLog:
         self.problem = problem
         message = "rank %d keeps no upstream log, so all ranks go back after a failure: %s"
         log.warning(message, self._header.rank, problem)
-        self.drop(max(self._sizes, default=-1))
+        self.drop(sys.maxsize)
         self._tasks.put(self._abandon)
 
     def close(self) -> None:

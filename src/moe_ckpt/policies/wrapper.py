@@ -180,13 +180,9 @@ class AnyOf:
 
 def _together(context: PolicyContext, chosen: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
     """Returns the union in catalog order, with unknown operators at the end, which the engine then refuses."""
+    index_of = context.model.catalog.index_of
     every = dict.fromkeys(chain.from_iterable(chosen))
-    if not every:
-        return ()
-    operators = tuple(op for op in context.model.catalog.everything if op in every)
-    if len(operators) == len(every):
-        return operators
-    return (*operators, *(op for op in every if op not in context.model.catalog.index_of))
+    return tuple(sorted(every, key=lambda op: index_of.get(op, len(index_of))))
 
 
 @named_arguments

@@ -70,7 +70,8 @@ class Diary:
         }
         summary |= {"replayed": record.replayed, "plt_if_failed_now": record.at_risk_plt}
         if log is not None:
-            summary |= {"logged": log._sizes.get(record.step, 0), "log_held": log.nbytes}
+            logged = sum(nbytes for one, nbytes in log._sizes.items() if one.step == record.step)
+            summary |= {"logged": logged, "log_held": log.nbytes}
         self.note(
             step=record.step, **{"train/loss": 0.0}, **{f"moe_ckpt/{name}": item for name, item in summary.items()}
         )

@@ -105,7 +105,7 @@ def train(
             back = take(built)
     for each in sealed:
         assert each.wait(60)
-    steps = sorted(log._sizes)
+    steps = sorted(one.step for one in log._sizes)
     interception.close()
     log.close()
     messages = [message for each in sealed_logs(directory) for message in each.header.messages]

@@ -311,7 +311,7 @@ def test_messages_that_are_not_all_there_in_their_order_are_refused(how):
     assert decode_log(encode_log(header), "a.sealed") == header
     body = json.loads(encode_log(spoiled(header, how)))["body"]
     body["channels"][0]["messages"] = 3
-    with pytest.raises(DamagedError, match="3 were sent, and the log has those of numbers"):
+    with pytest.raises(DamagedError, match="3 were sent, and the log has numbers"):
         decode_log(seal(body), "a.sealed")
 
 

@@ -187,8 +187,6 @@ class Fit(pl.Callback):
         if driver.restored_step is not None:
             end_complete_epoch(host.trainer)
         host.generators.restore_scheduled()
-        if host.windows is not None and driver.replaying is not None:
-            driver.replaying.begin()
         new = host.step == 0 and driver.restored_step is None
         if new:
             require_restartable(host.trainer)

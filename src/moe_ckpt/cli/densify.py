@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Sequence
 
-from moe_ckpt.cli.shared import DEFAULT_MEMORY, memory_directory, progress_bar
+from moe_ckpt.cli.shared import DEFAULT_MEMORY, add_memory, memory_directory, progress_bar
 
 EPILOG = """\
 examples:
@@ -36,13 +36,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         epilog=EPILOG,
     )
     parser.add_argument("store", help="store of the run: a directory or URL; the checkpoint is written there")
-    parser.add_argument(
-        "--directory",
-        action="append",
-        type=memory_directory,
-        metavar="DIR",
-        help=f"as in Memory(directory=...), once for each node; default {DEFAULT_MEMORY}",
-    )
+    add_memory(parser, f"memory to read, by default {DEFAULT_MEMORY}: ")
     parser.add_argument("--step", type=int, help="step to make; default: the newest that can be made")
     parser.add_argument("--list", action="store_true", help="print the steps that can be made, and write nothing")
     parser.add_argument(

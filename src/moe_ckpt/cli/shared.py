@@ -25,15 +25,15 @@ def memory_directory(path: str) -> str:
     return path
 
 
-def add_memory(parser: argparse.ArgumentParser) -> None:
-    """Adds ``--directory`` to a command that also reads what a run left in memory."""
+def add_memory(parser: argparse.ArgumentParser, when: str = "read what an ended run left in memory: ") -> None:
+    """Adds ``--directory`` to a command that reads what a run left in memory, or that also does so."""
     parser.add_argument(
         "--directory",
         action="append",
         default=[],
         type=memory_directory,
         metavar="DIR",
-        help="read what an ended run left in memory: as in Memory(directory=...), once for each node",
+        help=f"{when}as in Memory(directory=...), once for each node",
     )
 
 

@@ -231,6 +231,13 @@ class LocalizedRecovery(Protocol):
     def rejoin(self, joined: Restored) -> None:
         """Notes that only some ranks go back. The session goes on from ``joined`` when they have reached its step."""
 
+    def step_computed(self) -> None:
+        """Notes that this rank has computed a step of a replay again, before that counts as repeated.
+
+        Raises:
+            ReplayDivergedError: A message that was received the first time was not needed now.
+        """
+
     def step_replayed(self, tokens: Deferred[StepTokens], *, last: bool) -> None:
         """Notes that this rank, which went back, has computed a step again.
 

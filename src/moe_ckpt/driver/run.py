@@ -373,6 +373,8 @@ class Driver:
         equal = False
         try:
             replaying.compare(step, self._capture())
+            if self.localized is not None:
+                self.localized.step_computed()
             equal = True
         finally:
             self.session.tier.left_slots.step_replayed(equal=equal)
@@ -501,8 +503,6 @@ class Driver:
         if self.survivors is not None:
             self.survivors.end()
         self._close_guests()
-        if self.replaying is not None:
-            self.replaying.close()
         self.last = self.last and self.session.completed(self.last)  # with failures up to the end of training
         self.session.close(timeout_secs)
 

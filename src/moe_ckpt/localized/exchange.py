@@ -165,10 +165,13 @@ class Answers:
         step: The step that is computed again.
         received: Messages received in that step.
         diverges: Called before ``ReplayDivergedError`` is raised.
+
+    Attributes:
+        step: As the argument.
     """
 
     def __init__(self, step: int, received: Received, diverges: Callable[[], None] = lambda: None) -> None:
-        self._step, self._diverges = step, diverges
+        self.step, self._diverges = step, diverges
         self._answered: Counter[Channel] = Counter()
         self._unanswered = {channel: deque(messages) for channel, messages in received.items()}
 
@@ -202,4 +205,4 @@ class Answers:
 
     def _diverged(self, difference: str) -> ReplayDivergedError:
         self._diverges()
-        return ReplayDivergedError(self._step, difference)
+        return ReplayDivergedError(self.step, difference)

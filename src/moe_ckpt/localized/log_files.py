@@ -183,8 +183,8 @@ def decode_log(raw: bytes, path: str) -> LogHeader:
         numbers[message.channel].append(message.number)
     for channel, entry in zip(channels, body["channels"], strict=True):
         if numbers[channel] != list(range(entry["messages"])):
-            fault = f"{entry['messages']} were sent, and the log has those of numbers {numbers[channel]}"
-            raise DamagedError(path, f"{channel}: {fault}")
+            fault = f"{channel}: {entry['messages']} were sent, and the log has numbers {numbers[channel]}"
+            raise DamagedError(path, f"{fault}: a message lacks, or is there twice, or in the place of another one")
     return LogHeader(**{name: body[name] for name in _SCALARS}, messages=messages)
 
 

@@ -19,7 +19,6 @@ from moe_ckpt.localized.recording import UpstreamLog
 from moe_ckpt.megatron.world import layout
 from moe_ckpt.reading.memory.memory_checkpoints import MemoryCheckpoints
 from moe_ckpt.recovery.executing import Opener, Recovery, Restored
-from moe_ckpt.recovery.replay import Plain, StepSource
 from moe_ckpt.run.agreement import Deferred, StepTokens
 from moe_ckpt.run.options import Options
 from moe_ckpt.session.session import CheckpointSession
@@ -88,6 +87,7 @@ class PipelineStage(LocalizedRecovery):
         self._attempt: LocalAttempt | None = None
         self._rejoining: Rejoining | None = None
         self._interception: Interception | None = None
+        self._answers: Answers | None = None
         self._sealed: threading.Event | None = None
 
     def open(self, session: CheckpointSession) -> None:
@@ -137,13 +137,28 @@ class PipelineStage(LocalizedRecovery):
         self._interception = Interception(self.boundary)
 
     def _begin(self, iteration: int) -> None:
-        rejoining, replaying = self._rejoining, self._driver.replaying
         self._log.step_begins(iteration + 1)
-        if rejoining is None:
+        if self._rejoining is None:
             return
-        if replaying is not None:
-            replaying.begin(_Alone(self.boundary, rejoining.part, self.diverged))
-        rejoining.wait()
+        if self._rejoining.part.goes_back:
+            self._compute_next(self._rejoining.part)
+        self._rejoining.wait()
+
+    def _compute_next(self, part: LocalPart) -> None:
+        """Lets this stage compute the next step alone, with the messages that its neighbours logged; together with the
+        others once it has reached their step."""
+        step = part.since + 1 if self._answers is None else self._answers.step + 1
+        if step in part.steps:
+            self._answers = Answers(step, part.received.pop(step, {}), self.diverged)
+            self.boundary.go_alone(part.recovery.ranks, self._answers)
+        else:
+            self._answers = None
+            self.boundary.together(part.recovery.step)
+
+    def step_computed(self) -> None:
+        if self._answers is not None and self._rejoining is not None:
+            self._answers.require_all_given()
+            self._compute_next(self._rejoining.part)
 
     def step_ends(self) -> None:
         """An iteration was computed."""
@@ -168,37 +183,3 @@ class PipelineStage(LocalizedRecovery):
         if interception is not None:
             interception.close()
         self._log.close()
-
-
-class _Alone(StepSource):
-    """Computes steps again by training's own passes on some stages, with the messages that their neighbours logged.
-
-    Args:
-        boundary: Boundary of this rank's stage.
-        part: This rank's part in the recovery.
-        diverges: Called if a step differs from what it was the first time.
-    """
-
-    def __init__(self, boundary: Boundary, part: LocalPart, diverges: Callable[[], None]) -> None:
-        self.boundary, self._part, self._diverges = boundary, part, diverges
-        self._steps = iter(part.steps)
-        self._is_done = False
-        self._answers: Answers | None = None
-
-    def prepare(self, recorded: Plain) -> None:
-        self._require_all_given()
-        step = next(self._steps)
-        self._answers = Answers(step, self._part.received.pop(step, {}), self._diverges)
-        self.boundary.go_alone(self._part.recovery.ranks, self._answers)
-
-    def done(self) -> None:
-        self._require_all_given()
-        self._is_done = True
-
-    def close(self) -> None:
-        self.boundary.together(self._part.recovery.step if self._is_done else None)
-
-    def _require_all_given(self) -> None:
-        answers, self._answers = self._answers, None
-        if answers is not None:
-            answers.require_all_given()

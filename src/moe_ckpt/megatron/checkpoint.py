@@ -253,8 +253,6 @@ class MegatronCheckpoint(AttachedCheckpoint):
         lifecycle.require(Action.BEGIN, "begin_training()")
         if self.upstream is not None:
             self.upstream.boundary.begin()
-        if self._driver.replaying is not None and not self._driver.is_localized:
-            self._driver.replaying.begin()
         generators.restore_scheduled()
         generators.record()
         # Pipeline stages arrive one after the other, so none may wait for the others here.

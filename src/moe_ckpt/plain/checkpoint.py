@@ -156,8 +156,6 @@ class PlainCheckpoint(AttachedCheckpoint):
                 if isinstance(loader, DataLoader) and not is_at_end:  # the next epoch's seed is due in both
                     self.iterate_quietly(loader)
             driver.say.passed_over(host.step, step)
-        if driver.replaying is not None:
-            driver.replaying.begin()
         if self._buckets is not None and restored is not None and host.step:
             self._buckets.arrange(host.buckets)
         driver.begin(new=driver.restored_step is None)

@@ -1,7 +1,7 @@
 """Replays steps after a recovery: training computes them again, and continues if they are as recorded.
 
-A ``StepSource`` computes each step. Then the part of it that a sparse window has is loaded (``windows.replay``), and
-whatever does not depend on weights must be as recorded.
+Training's own passes compute each step. Then the part of it that a sparse window has is loaded (``windows.replay``),
+and whatever does not depend on weights must be as recorded.
 """
 
 from __future__ import annotations
@@ -28,23 +28,6 @@ RepeatedOf = Callable[[Plain, Plain], Iterable[Repeated]]
 """(state before a step, recorded state after it) -> the parts of the latter that a replay must repeat."""
 
 
-class StepSource:
-    """Computes steps again. This class leaves that to training's own passes, which continue from the first step."""
-
-    def prepare(self, recorded: Plain) -> None:
-        """Called before each step.
-
-        Args:
-            recorded: The plain state after it, the first time.
-        """
-
-    def done(self) -> None:
-        """Called when the last step was computed, before ``close``."""
-
-    def close(self) -> None:
-        """Called when no step is left, and when training ends."""
-
-
 class StepReplay:
     """Replays steps one by one; the same on all ranks. This class replays steps of which nothing is recorded.
 
@@ -54,14 +37,12 @@ class StepReplay:
 
     Attributes:
         manifest: As given.
-        source: Computes the steps.
     """
 
     def __init__(self, manifest: Manifest, loaded: int | None = None) -> None:
         self.manifest = manifest
         self._steps = tuple(slot.step for slot in manifest.slots)
         self._loaded = len(self._steps) if loaded is None else loaded
-        self.source = StepSource()
         self._reached = self._until = 0
         self._tokens: list[Deferred[StepTokens]] = []
 
@@ -116,22 +97,6 @@ class StepReplay:
         """First step of the checkpoint, and the last one to compute."""
         return self._steps[0], max(self._steps[-1], self._until)
 
-    def begin(self, source: StepSource | None = None) -> None:
-        """Training begins with ``source``; None: training's own passes."""
-        self.source = source or self.source
-        self._prepare()
-
-    def _prepare(self) -> None:
-        if self.done:
-            self.source.done()
-            self.close()
-        else:
-            self.source.prepare(self._recorded)
-
-    def close(self) -> None:
-        """No step is left, or training ends. Safe to call twice."""
-        self.source.close()
-
     def put_back(self, step: int) -> None:
         """Loads what the checkpoint has of ``step``, which was computed again. Called before anything reads weights.
 
@@ -163,7 +128,6 @@ class StepReplay:
             parts = self._repeated(self._before, self._recorded)
             require_repeated(step, parts, self._recorded, captured, self._changed)
             self._before, self._recorded = self._recorded, self.upcoming()
-        self._prepare()
 
     def count(self, tokens: Deferred[StepTokens]) -> None:
         """Notes the tokens that this rank counted in a step that was computed again."""

@@ -118,16 +118,7 @@ def _checkpoint() -> type:
     return make_dataclass("CheckpointConfig", [*first, *rows])
 
 
-_POLICIES = {
-    "dense": policies.Dense,
-    "checkfreq": policies.CheckFreq,
-    "gemini": policies.Gemini,
-    "moc": policies.MoC,
-    "moetion": policies.MoEtion,
-    "moevement": policies.MoEvement,
-    "gradient_log": policies.GradientLog,
-    "guarded": policies.Guarded,
-}
+_POLICIES = {kind.name: kind for kind in policies.NAMED} | {"guarded": policies.Guarded}
 SCHEMAS: dict[str, type] = {
     "checkpoint": _checkpoint(),
     **{name: schema_of(kind, f"moe_ckpt.policies.{kind.__name__}") for name, kind in _POLICIES.items()},

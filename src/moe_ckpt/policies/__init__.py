@@ -65,7 +65,8 @@ __all__ = [
 EXAMPLES = "MoC(k=1) or Dense(every_n_steps=10)"
 """Examples for messages."""
 
-_POLICIES: tuple[type[Any], ...] = (Dense, MoC, MoEvement, MoEtion, CheckFreq, Gemini, GradientLog)
+NAMED: tuple[type[Any], ...] = (Dense, MoC, MoEvement, MoEtion, CheckFreq, Gemini, GradientLog)
+"""The policies that users and configs choose by name, without those that wrap others."""
 
 
 def default_policy() -> Policy:
@@ -75,9 +76,9 @@ def default_policy() -> Policy:
 
 def class_of(text: str) -> str | None:
     """Returns the name of the policy class called ``text``, in any case of letters; None if there is none."""
-    return next((kind.__name__ for kind in _POLICIES if kind.__name__.lower() == text.lower()), None)
+    return next((kind.__name__ for kind in NAMED if kind.__name__.lower() == text.lower()), None)
 
 
 def with_option(option: str) -> str | None:
     """Returns the name of the first policy that has this option; None if none has it."""
-    return next((kind.__name__ for kind in _POLICIES if option in (f.name for f in fields(kind))), None)
+    return next((kind.__name__ for kind in NAMED if option in (f.name for f in fields(kind))), None)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import filterfalse
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -290,6 +290,16 @@ class Policy(Protocol):
 
     def describe(self) -> dict[str, Any]:
         """Returns name and parameters as plain data, which are written into every manifest."""
+
+
+class NamedPolicy:
+    """Base class of the package's own policies, frozen dataclasses: manifests and configs call them by one name."""
+
+    name: ClassVar[str]
+
+    def describe(self) -> dict[str, Any]:
+        """Returns name and parameters as plain data, which are written into every manifest."""
+        return {"name": self.name, **vars(self)}
 
 
 AS_CONSUMED, BF16 = "as_consumed", "bf16"

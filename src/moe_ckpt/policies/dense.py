@@ -7,9 +7,9 @@ at the interval that loses least.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import ceil, isfinite
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from moe_ckpt.core.cadence import daly_secs, expected_mtbf_secs, young_secs
 from moe_ckpt.core.operators import Catalog
@@ -18,6 +18,7 @@ from moe_ckpt.core.user_text import named_arguments
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies.base import (
     Measured,
+    NamedPolicy,
     Needs,
     PolicyContext,
     next_multiple,
@@ -25,7 +26,7 @@ from moe_ckpt.policies.base import (
 )
 
 
-class _SavesEverything:
+class _SavesEverything(NamedPolicy):
     """Base class of policies that save every operator from the step ``next_due`` on."""
 
     def check(self, catalog: Catalog) -> None:
@@ -53,6 +54,7 @@ class Dense(_SavesEverything):
         ConfigError: ``every_n_steps`` is below 1.
     """
 
+    name: ClassVar[str] = "dense"
     every_n_steps: int = 1
 
     def __post_init__(self) -> None:
@@ -65,9 +67,6 @@ class Dense(_SavesEverything):
     def next_due(self, context: PolicyContext) -> int:
         """See ``Needs.next_due``."""
         return next_multiple(context.run.last_step, self.every_n_steps)
-
-    def describe(self) -> dict[str, Any]:
-        return {"name": "dense", **asdict(self)}
 
 
 class _AsMeasured(_SavesEverything):
@@ -114,6 +113,7 @@ class CheckFreq(_AsMeasured):
         ConfigError: A value out of range.
     """
 
+    name: ClassVar[str] = "checkfreq"
     max_overhead: float = 0.03
 
     def __post_init__(self) -> None:
@@ -139,9 +139,6 @@ class CheckFreq(_AsMeasured):
         """See ``Needs.next_due``."""
         return self._due(context, self.interval(context.measured))
 
-    def describe(self) -> dict[str, Any]:
-        return {"name": "checkfreq", **asdict(self)}
-
 
 FORMULAS = {"young": young_secs, "daly": daly_secs}
 
@@ -166,6 +163,7 @@ class Gemini(_AsMeasured):
         ConfigError: A value out of range.
     """
 
+    name: ClassVar[str] = "gemini"
     every_n_steps: int | str = "daly"
     mtbf_secs: float | None = None
 
@@ -195,6 +193,3 @@ class Gemini(_AsMeasured):
         if isinstance(self.every_n_steps, int):
             return next_multiple(context.run.last_step, self.every_n_steps)
         return self._due(context, self.interval(context))
-
-    def describe(self) -> dict[str, Any]:
-        return {"name": "gemini", **asdict(self)}

@@ -14,9 +14,9 @@ parameter. The more steps a round has, the closer that is to ``g``, and the long
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
@@ -32,6 +32,7 @@ from moe_ckpt.policies.base import (
     AS_CONSUMED,
     BF16,
     TOKENS,
+    NamedPolicy,
     Needs,
     PolicyContext,
     require_operators,
@@ -276,7 +277,7 @@ AUTO = "auto"
 
 @named_arguments
 @dataclass(frozen=True)
-class GradientLog:
+class GradientLog(NamedPolicy):
     """Saves at every step: anchors of some operators (each operator once in W steps), gradients of the others.
 
     With ``f`` bytes per parameter in full and ``g`` of gradient a step saves ``f/W + g (W - 1)/W`` bytes per parameter.
@@ -308,6 +309,7 @@ class GradientLog:
         ConfigError: A value out of range.
     """
 
+    name: ClassVar[str] = "gradient_log"
     window: int | str = AUTO
     grad_dtype: str = AS_CONSUMED
     most_window: ClassVar[int] = 16
@@ -476,9 +478,6 @@ class GradientLog:
     def next_due(self, context: PolicyContext) -> int:
         """See ``Needs.next_due``: every step, once."""
         return max(context.run.step, (context.run.last_step or 0) + 1)
-
-    def describe(self) -> dict[str, Any]:
-        return {"name": "gradient_log", **asdict(self)}
 
 
 def _tokens(context: PolicyContext, slots: tuple[Counts, ...]) -> list[int]:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import chain
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from moe_ckpt.core.step import SnapshotPlan
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.core.user_text import named_arguments
 from moe_ckpt.errors import ConfigError, no_moe_layer
-from moe_ckpt.policies.base import Needs, PolicyContext, next_multiple, require_positive
+from moe_ckpt.policies.base import NamedPolicy, Needs, PolicyContext, next_multiple, require_positive
 from moe_ckpt.policies.budget import dynamic_k, resolve_budget, top_up
 from moe_ckpt.policies.expert_shares import stages_of
 from moe_ckpt.policies.selectors import SELECTORS, Expert, Request, interval_steps, storage_steps, tier_of
@@ -25,7 +25,7 @@ AUTO = "auto"
 
 @named_arguments
 @dataclass(frozen=True)
-class MoC:
+class MoC(NamedPolicy):
     """Saves all gates and non-experts, and K experts of every MoE layer, at each checkpoint.
 
     Each checkpoint can be loaded as a whole: the other experts are taken from the checkpoint that saved them last. If a
@@ -51,6 +51,7 @@ class MoC:
         ConfigError: A value out of range, or no such selector.
     """
 
+    name: ClassVar[str] = "moc"
     k: int | str = 1
     every_n_steps: int = 1
     selector: str = "sequential"
@@ -150,7 +151,7 @@ class MoC:
 
     def describe(self) -> dict[str, Any]:
         resolved = {"snapshot_k": self.snapshot_k or self.k, "plt_budget": self.budget}
-        return {"name": "moc", **asdict(self), **resolved}
+        return {**super().describe(), **resolved}
 
 
 def _largest(context: PolicyContext, limit: int | None) -> int:

@@ -6,9 +6,9 @@ Later versions of that paper are MoEvement, which is exact. This one bounds lost
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from math import ceil
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,7 @@ from moe_ckpt.policies.base import (
     ALL_SENT,
     AS_CONSUMED,
     Measured,
+    NamedPolicy,
     Needs,
     PolicyContext,
     Sends,
@@ -62,7 +63,7 @@ class _Budget(NamedTuple):
 
 @named_arguments
 @dataclass(frozen=True)
-class MoEtion:
+class MoEtion(NamedPolicy):
     """Saves all gates and non-experts, and as many experts as fit into a time budget, at each checkpoint.
 
     The budget is the number of bytes that a rank can copy during one forward and backward pass, and commit until the
@@ -113,6 +114,7 @@ class MoEtion:
         ConfigError: A value out of range.
     """
 
+    name: ClassVar[str] = "moetion"
     every_n_steps: int = 1
     experts: int | None = None
     capacity_boost: float | None = 0.1
@@ -315,9 +317,6 @@ class MoEtion:
     def next_due(self, context: PolicyContext) -> int:
         """See ``Needs.next_due``."""
         return next_multiple(context.run.last_step, self.every_n_steps)
-
-    def describe(self) -> dict[str, Any]:
-        return {"name": "moetion", **asdict(self)}
 
 
 def why_no_gradients(context: PolicyContext) -> str | None:

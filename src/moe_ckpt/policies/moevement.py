@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from math import inf
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from moe_ckpt.core.cadence import bytes_in_time
 from moe_ckpt.core.operators import Catalog
@@ -27,7 +27,7 @@ from moe_ckpt.core.window import (
     slot_plan,
 )
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.policies.base import Needs, PolicyContext, require_operators, require_positive, require_sizes
+from moe_ckpt.policies.base import NamedPolicy, Needs, PolicyContext, require_operators, require_positive, require_sizes
 from moe_ckpt.policies.popularity import ORDERS, Ordering
 from moe_ckpt.policies.selectors import storage_steps
 from moe_ckpt.policies.window_report import WindowReport
@@ -43,7 +43,7 @@ Slots = tuple[tuple[str, ...], ...]
 
 @named_arguments
 @dataclass(frozen=True)
-class MoEvement:
+class MoEvement(NamedPolicy):
     """Saves at every step: W steps make a window, and each window is one checkpoint.
 
     W is the smallest number of slots with which every slot fits into an iteration: its bytes, divided equally among the
@@ -67,6 +67,7 @@ class MoEvement:
         ConfigError: A value out of range, or no such order.
     """
 
+    name: ClassVar[str] = "moevement"
     window: int | None = None
     order: str = "hard_count"
     max_window: ClassVar[int] = 32
@@ -275,9 +276,6 @@ class MoEvement:
 
     def _name(self) -> str:
         return "MoEvement()" if self.window is None else f"MoEvement(window={self.window})"
-
-    def describe(self) -> dict[str, Any]:
-        return {"name": "moevement", **asdict(self)}
 
 
 def _has_none(context: PolicyContext) -> bool:

@@ -18,7 +18,8 @@ class Window(WindowReplay):
     def __init__(self, told: list[str]) -> None:
         slots = [SimpleNamespace(step=step) for step in (4, 6, 7)]
         reader, manifest = SimpleNamespace(index=lambda manifest: None), SimpleNamespace(slots=slots)
-        super().__init__(reader, manifest, None, 0)  # type: ignore[arg-type]
+        loader = SimpleNamespace(agreed=lambda directory, load: load())
+        super().__init__(loader, reader, manifest, None, 0)  # type: ignore[arg-type]
         self._loaded = 1
         self.told = told
 

@@ -160,7 +160,7 @@ class ActedCommunicator(ActedRank):
 
     def broadcast(self, payload: bytes) -> bytes:
         """Says what rank 0 has opened: the run, and its first generation (``opening.open_store``)."""
-        return payload if self.rank == 0 else json.dumps({"found": ["0" * 32, 0]}).encode()
+        return payload if self.rank == 0 else json.dumps({"result": ["0" * 32, 0]}).encode()
 
     def combine(self, columns: Sequence[bytes]) -> list[bytes] | None:
         return None

@@ -99,16 +99,16 @@ def test_iterations_in_another_order():
     loop.begin_at(Progress(4, 8, restored=True, counters={"a": 1}))
     assert not loop.moved
     loop.is_updating = True
-    loop.count_update(5, 10, None)
+    loop.require_joined(5)
+    loop.count_iteration("after_step", 5, 10, None)
     assert (loop.counters, loop.moved) == ({"a": 1}, True)
     with pytest.raises(ConfigError, match=r"after_step\(6\): neither optimizer.step\(\).*since iteration 5"):
-        loop.count_update(6, 12, None)
-    loop.skip(6, 12, {"a": [2]})
+        loop.require_joined(6)
+    loop.count_iteration("skip", 6, 12, {"a": [2]})
     with pytest.raises(ConfigError, match=r"skip\(6\) follows iteration 6"):
-        loop.skip(6, 12, None)
-    loop.is_updating = True
+        loop.count_iteration("skip", 6, 12, None)
     with pytest.raises(UnencodableStateError, match="counters/a"):
-        loop.count_update(7, 14, {"a": object()})
+        loop.count_iteration("after_step", 7, 14, {"a": object()})
     assert (loop.step, loop.consumed_samples, loop.counters) == (6, 12, {"a": [2]})
 
 

@@ -180,8 +180,8 @@ class BubbleGate:
         self._last_began: float | None = None
         self._waits: list[tuple[object, object]] = []
         self._received = [0, 0]
-        self._entered: object = None
-        self._visit_secs = 0.0
+        self._idle_secs = -inf
+        """Expected rest of the wait under way; below 0 outside of waits."""
         self._tail_until = -inf
         self._on_device = on_device
 
@@ -236,14 +236,13 @@ class BubbleGate:
         begin = self._stamps.now()
         with self.changed:
             # Copies that were queued on a device cannot be cancelled when the bubble ends.
-            self._visit_secs = self.forecast.wait_secs(len(self._waits)) if self._on_device else inf
-            self._entered = begin
+            self._idle_secs = self.forecast.wait_secs(len(self._waits)) if self._on_device else inf
             self.changed.notify_all()
         try:
             yield
         finally:
             with self.changed:
-                self._entered = None
+                self._idle_secs = -inf
             end = self._stamps.now()
             if self._began is not None:
                 self._waits.append((begin, end))
@@ -265,9 +264,9 @@ class BubbleGate:
     def enter(self, secs: float) -> tuple[bool, torch.cuda.Event | None]:
         """Returns whether this rank is idle for at least ``secs``; and the event that a device must wait for until
         then."""
-        if self._entered is None or self._visit_secs < secs:
+        if self._idle_secs < secs:
             return False, None
-        self._visit_secs -= secs
+        self._idle_secs -= secs
         return True, self._stamps.waits_for
 
     def copy(self, nbytes: int) -> Transfer:

@@ -348,7 +348,9 @@ class MegatronCheckpoint(AttachedCheckpoint):
         self.begin_training()
         if self._driver.replaying is not None:
             self._driver.replaying.skip(iteration)
-        self._host.loop.skip(iteration, consumed_samples, counters, updated=self._watch.updated)
+        if self._watch.updated:
+            self._host.loop.require_counted(f"skip({iteration})")
+        self._host.loop.count_iteration("skip", iteration, consumed_samples, counters)
         self._host.generators.record()
         if self.upstream is not None:
             self.upstream.step_begins(iteration + 1)
@@ -414,7 +416,8 @@ def end_iteration(
 ) -> Deferred[StepTokens]:
     """Counts an iteration that is over, and returns the tokens that this rank routed in it."""
     ckpt._watch.iteration_ends(ckpt._driver.options)
-    ckpt._host.loop.count_update(iteration, consumed_samples, counters)
+    ckpt._host.loop.require_joined(iteration)
+    ckpt._host.loop.count_iteration("after_step", iteration, consumed_samples, counters)
     ckpt._host.generators.record()
     tokens = ckpt._counter.take(iteration if updated and not ckpt.replaying else None)
     return tokens.then(lambda routed: routed.of_iteration(updated))

@@ -81,8 +81,8 @@ class Loop(LoopPosition):
         self.begun_at, self.consumed_samples = progress, progress.consumed_samples
         self.set_position(progress.iteration, progress.counters)
 
-    def count_update(self, iteration: int, consumed_samples: int | None, counters: Mapping[str, Any] | None) -> None:
-        """Records ``after_step``. Raises as ``count``, and ``ConfigError`` if no optimizer step came before."""
+    def require_joined(self, iteration: int) -> None:
+        """Raises ``ConfigError`` if no optimizer step came before ``after_step``."""
         if not self.is_updating:
             raise ConfigError(
                 f"after_step({iteration}): neither optimizer.step() of the optimizer given to attach nor before_step() "
@@ -90,23 +90,11 @@ class Loop(LoopPosition):
                 "something else changes the weights, call before_step() right before it; for an iteration without an "
                 "update call skip() instead of after_step()"
             )
-        self._count("after_step", iteration, consumed_samples, counters)
 
-    def skip(
-        self, iteration: int, consumed_samples: int | None, counters: Mapping[str, Any] | None, *, updated: bool = False
-    ) -> None:
-        """Records ``skip``. Raises as ``count``, and ``ConfigError`` after an update.
-
-        Args:
-            updated: An update that has begun since changed weights.
-        """
-        if updated:
-            self.require_counted(f"skip({iteration})")
-        self._count("skip", iteration, consumed_samples, counters)
-
-    def _count(
+    def count_iteration(
         self, call: str, iteration: int, consumed_samples: int | None, counters: Mapping[str, Any] | None
     ) -> None:
+        """Records ``call``, which is ``after_step`` or ``skip``. Raises as ``count``."""
         self.count(call, iteration, counters)
         if consumed_samples is not None:
             self.consumed_samples = consumed_samples

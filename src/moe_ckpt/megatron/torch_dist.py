@@ -266,15 +266,9 @@ def _cells() -> list[Any]:
     """
     cell = look_up("megatron.core.dist_checkpointing.mapping", "ShardedObject")
     state = megatron_core().parallel_state
-    ranks = [
-        (state.get_pipeline_model_parallel_rank(), state.get_pipeline_model_parallel_world_size()),
-        (state.get_tensor_model_parallel_rank(), state.get_tensor_model_parallel_world_size()),
-        (
-            state.get_data_parallel_rank(with_context_parallel=True),
-            state.get_data_parallel_world_size(with_context_parallel=True),
-        ),
-    ]
-    offset, shape = tuple(rank for rank, _ in ranks), tuple(size for _, size in ranks)
+    data = state.get_data_parallel_group(with_context_parallel=True)
+    groups = state.get_pipeline_model_parallel_group(), state.get_tensor_model_parallel_group(), data
+    offset, shape = tuple(group.rank() for group in groups), tuple(group.size() for group in groups)
     return [
         cell(_OWN_RNG, None, (dist.get_world_size(),), (dist.get_rank(),), replica_id=0),
         cell("rng_state", None, shape[:2], offset[:2], replica_id=offset[2]),
@@ -364,8 +358,7 @@ def make_loadable(optimizer: Any) -> None:
 
 def load_optimizer(optimizer: Any, loaded: Any) -> None:
     """Loads the state of Megatron's optimizers, and gives each parameter a step count of its own."""
-    chain = isinstance(optimizer, megatron_core().chained_optimizer)
-    optimizers = optimizer.chained_optimizers if chain else [optimizer]
+    optimizers = getattr(optimizer, "chained_optimizers", [optimizer])
     states = [loaded] if len(optimizers) == 1 else [state for _, state in sorted(loaded.items())]
     steps = {step for state in states if (step := _step_in(state)) is not None}
     if len(steps) > 1:

@@ -17,7 +17,8 @@ class Window(WindowReplay):
 
     def __init__(self, told: list[str]) -> None:
         slots = [SimpleNamespace(step=step) for step in (4, 6, 7)]
-        reader, manifest = SimpleNamespace(index=lambda manifest: None), SimpleNamespace(slots=slots)
+        reader = SimpleNamespace(index=lambda manifest: None)
+        manifest = SimpleNamespace(slots=slots, directory="step_00000007")
         loader = SimpleNamespace(agreed=lambda directory, load: load())
         super().__init__(loader, reader, manifest, None, 0)  # type: ignore[arg-type]
         self._loaded = 1

@@ -74,7 +74,7 @@ def test_what_is_no_order_of_three_parameters_is_told(text):
 
 def test_another_process_lays_its_buckets_out_alike(group):
     first = _ddp()
-    order = BucketOrder(first, hooked=False)
+    order = BucketOrder(first, 3)
     order.note()
     assert order.recorded is None, "before a backward pass nobody knows"
     _step(first)
@@ -85,8 +85,9 @@ def test_another_process_lays_its_buckets_out_alike(group):
     second = _ddp()
     before = {name: value.clone() for name, value in second.state_dict().items()}
     drawn = torch.get_rng_state()
-    other = BucketOrder(second, hooked=False)
-    other.arrange(order.recorded)
+    other = BucketOrder(second, 3)
+    other.recorded = order.recorded
+    other.arrange()
     assert all(each.grad is None for each in second.parameters())
     assert all(torch.equal(before[name], value) for name, value in second.state_dict().items())
     assert torch.equal(drawn, torch.get_rng_state())
@@ -99,20 +100,25 @@ def test_another_process_lays_its_buckets_out_alike(group):
 
 def test_gradients_that_are_there_stay(group):
     model = _ddp(gradient_as_bucket_view=True)
-    noted = BucketOrder(_first := _ddp(), hooked=False)
+    noted = BucketOrder(_first := _ddp(), 3)
     _step(_first)
     noted.note()
     for each in model.parameters():
         each.grad = torch.full_like(each, 3.0)
-    BucketOrder(model, hooked=False).arrange(noted.recorded)
+    other = BucketOrder(model, 3)
+    other.recorded = noted.recorded
+    other.arrange()
     assert all(torch.equal(each.grad, torch.full_like(each, 3.0)) for each in model.parameters())
 
 
 def test_a_checkpoint_without_it_is_told_of(group, caplog):
     model = _ddp()
     with caplog.at_level(logging.WARNING, "moe_ckpt"):
-        BucketOrder(model, hooked=False).arrange(None)
-        BucketOrder(model, hooked=False).arrange(encoded([1, 0]))
+        for recorded in (None, encoded([1, 0])):
+            order = BucketOrder(model, 3)
+            order.recorded = recorded
+            order.arrange()
+            assert order.recorded is None, "it is not that of these buckets"
     assert ["10 parameters" in each.message for each in caplog.records] == [False, True]
     assert all("last bits" in each.message for each in caplog.records)
     assert not model._has_rebuilt_buckets
@@ -121,7 +127,7 @@ def test_a_checkpoint_without_it_is_told_of(group, caplog):
 def test_where_torch_does_not_tell_the_order_a_warning_comes_once(group, caplog, monkeypatch):
     monkeypatch.setattr(bucket_order, "_REBUILT", "of another release")
     model = _ddp()
-    order = BucketOrder(model, hooked=False)
+    order = BucketOrder(model, 3)
     with caplog.at_level(logging.WARNING, "moe_ckpt"):
         order.note()
         assert not caplog.records, "nothing was reduced yet"
@@ -134,8 +140,9 @@ def test_where_torch_does_not_tell_the_order_a_warning_comes_once(group, caplog,
 
 def test_another_layout_than_recorded_is_told(group, caplog):
     model = _ddp()
-    order = BucketOrder(model, hooked=False)
-    order.arrange(encoded(list(range(10))))
+    order = BucketOrder(model, 3)
+    order.recorded = encoded(list(range(10)))
+    order.arrange()
     model.reducer._rebuild_buckets()
     order.recorded = encoded(list(reversed(range(10))))
     _step(model)
@@ -174,21 +181,22 @@ def _static(model: DistributedDataParallel) -> None:
 def test_what_zeros_would_change_is_left_alone(change, why, group):
     model = _ddp()
     change(model)
-    order = BucketOrder(model, hooked=False)
+    order = BucketOrder(model, 3)
     assert why in order.why_not
-    order.arrange(encoded(list(range(10))))
+    order.recorded = encoded(list(range(10)))
+    order.arrange()
     order.note()
     assert not model._has_rebuilt_buckets
     assert order.recorded is None
-    assert BucketOrder(_ddp(), hooked=False).why_not is None
+    assert BucketOrder(_ddp(), 3).why_not is None
 
 
 def test_sparse_gradients_are_left_alone(group):
     model = _ddp(nn.Embedding(4, 4, sparse=True))
-    assert BucketOrder(model, hooked=False).why_not == "sparse gradients"
+    assert BucketOrder(model, 3).why_not == "sparse gradients"
 
 
 def test_a_module_that_calls_itself_sparse_has_ordinary_gradients(group):
     layer = nn.Linear(4, 4)
     layer.sparse = True
-    assert BucketOrder(_ddp(layer), hooked=False).why_not is None
+    assert BucketOrder(_ddp(layer), 3).why_not is None

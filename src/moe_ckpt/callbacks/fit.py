@@ -177,8 +177,9 @@ class Fit(pl.Callback):
         reasons = inexact(host.trainer, self.buckets) if host.trainer.is_global_zero else ()
         for reason in reasons:
             log.warning("a resume in the middle of an epoch will not be exact: %s", reason)
-        if self.buckets is not None and host.step > 0:
-            self.buckets.arrange(bucket_order)
+        if host.step > 0:
+            self.buckets.recorded = bucket_order
+            self.buckets.arrange()
         if driver.restored_step is not None:
             warn_of_timers(host.trainer)
             reset_validation_flag(host.trainer)
@@ -290,8 +291,7 @@ class Fit(pl.Callback):
             return
         driver, trainer, windows = self.driver, self.host.trainer, self.host.windows
         self.host.generators.record()
-        if self.buckets is not None:
-            self.buckets.note()
+        self.buckets.note()
         last_for_now = trainer.is_last_batch or validation_due(trainer)
         if last_for_now:
             driver.before_update(receive=False)  # what follows may swap or average weights

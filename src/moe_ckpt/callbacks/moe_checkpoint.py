@@ -257,7 +257,7 @@ class MoECheckpoint(Checkpoint):
     ) -> None:
         self._data.save(trainer, checkpoint)
         fit = self._fit
-        if fit is not None and fit.buckets is not None and fit.buckets.recorded is not None:
+        if fit is not None and fit.buckets.recorded is not None:
             self._bucket_order = checkpoint[BUCKETS_KEY] = fit.buckets.recorded
         if fit is not None and fit.host.windows is not None and fit.driver.replaying is not None:
             fit.host.windows.strip_optimizer_state(checkpoint, fit.driver.replaying)

@@ -84,12 +84,11 @@ def sharding_of(strategy: Any) -> str:
     )
 
 
-def buckets_of(trainer: Any) -> BucketOrder | None:
-    """Returns the order of DDP's buckets; None without DDP, or if the order does not matter."""
+def buckets_of(trainer: Any) -> BucketOrder:
+    """Returns the order of DDP's buckets."""
     strategy = trainer.strategy
-    if not isinstance(strategy, DDPStrategy):
-        return None
-    return BucketOrder.of(strategy.model, trainer.world_size, hooked=Private(strategy).ddp_comm_hook is not None)
+    hooked = isinstance(strategy, DDPStrategy) and Private(strategy).ddp_comm_hook is not None
+    return BucketOrder(strategy.model, trainer.world_size, hooked=hooked)
 
 
 def boost_refusal(strategy: Any) -> str | None:
@@ -104,17 +103,17 @@ def boost_refusal(strategy: Any) -> str | None:
     return None
 
 
-def inexact(trainer: Any, buckets: BucketOrder | None) -> list[str]:
+def inexact(trainer: Any, buckets: BucketOrder) -> list[str]:
     """Returns the reasons why a resume in the middle of an epoch would not be exact; [] if it would be.
 
     Called once per fit, when the loaders exist, to warn before a failure.
 
     Args:
         trainer: Of the fit.
-        buckets: Of DDP, if their order matters.
+        buckets: Of DDP.
     """
     reasons: list[str] = []
-    if buckets is not None and buckets.why_not is not None:
+    if buckets.why_not is not None:
         reasons.append(
             f"DDP adds up the gradients of {trainer.world_size} ranks in another order in the first step of a process "
             f"than later, and with {buckets.why_not} its buckets cannot be laid out in advance (give DDPStrategy "

@@ -34,37 +34,35 @@ _LEAST_RANKS = 3
 class BucketOrder:
     """The order of parameters in the buckets of one ``DistributedDataParallel``. For the training thread.
 
+    Does nothing where the order never changes, or does not matter.
+
     Args:
-        model: Before its first step.
+        model: Before its first step. Others than ``DistributedDataParallel`` have no buckets.
+        ranks: The number of ranks.
         hooked: The model gets a communication hook.
 
     Attributes:
-        recorded: The order, for a checkpoint; None before the first step of a run.
+        recorded: The order, for a checkpoint, and of the one that training resumes from; None if it is not known.
     """
 
-    def __init__(self, model: DistributedDataParallel, *, hooked: bool) -> None:
-        self._model = model
-        self._hooked = hooked or bool(model._comm_hooks)
+    def __init__(self, model: object, ranks: int, *, hooked: bool = False) -> None:
+        self._model: DistributedDataParallel | None = None
+        if isinstance(model, DistributedDataParallel) and ranks >= _LEAST_RANKS:
+            # Where DDP looks for unused parameters, it leaves the buckets as they are at first.
+            self._model = model if model.static_graph or not model.find_unused_parameters else None
+        self._hooked = hooked
         self.recorded: str | None = None
         self._settled = False  # ``recorded`` is the order of this process's buckets, or the order cannot be known
-
-    @classmethod
-    def of(cls, model: object, world_size: int, *, hooked: bool = False) -> BucketOrder | None:
-        """Returns the order of a model; None where the order never changes, or does not matter."""
-        if world_size < _LEAST_RANKS or not isinstance(model, DistributedDataParallel):
-            return None
-        if model.find_unused_parameters and not model.static_graph:
-            return None  # DDP then leaves the buckets as they are at first
-        return cls(model, hooked=hooked)
 
     @property
     def why_not(self) -> str | None:
         """Returns what keeps the buckets from being laid out by a backward pass of zeros; None if nothing does."""
         model = self._model
-        parameters = self._parameters()
+        if model is None:
+            return None
         if model.static_graph:
             return "static_graph=True"
-        if self._hooked:
+        if self._hooked or model._comm_hooks:
             return "a communication hook"
         if model.mixed_precision is not None:
             return "DDP's own mixed precision"
@@ -73,21 +71,24 @@ class BucketOrder:
         tables = (table for table in model.modules() if isinstance(table, (nn.Embedding, nn.EmbeddingBag)))
         if any(table.sparse for table in tables):
             return "sparse gradients"
+        parameters = _reduced(model)
         if any(parameter._backward_hooks or parameter._post_accumulate_grad_hooks for parameter in parameters):
             return "hooks on parameters, which would see the zeros"
         if any(hasattr(parameter, "_in_backward_optimizers") for parameter in parameters):
             return "updates in the backward pass"
         return None
 
-    def arrange(self, recorded: str | None) -> None:
-        """Lays the buckets out before the first step of a resumed process. A collective, of all gradients' bytes.
+    def arrange(self) -> None:
+        """Lays the buckets out as ``recorded`` before the first step of a resumed process.
 
-        Args:
-            recorded: ``recorded`` of the run's checkpoint; None where it has none.
+        A collective, of all gradients' bytes.
         """
+        if self._model is None:
+            return
+        recorded, self.recorded = self.recorded, None
         if self.why_not is not None:
             return
-        parameters = self._parameters()
+        parameters = _reduced(self._model)
         order = None if recorded is None else decoded(recorded, len(parameters))
         if order is None:
             log.warning(
@@ -101,7 +102,7 @@ class BucketOrder:
 
     def note(self) -> None:
         """Records the order once it is known: after the first backward pass. A collective then, like DDP's own."""
-        if self._settled:
+        if self._settled or self._model is None:
             return
         if self.why_not is not None:
             self._settled = True
@@ -128,9 +129,10 @@ class BucketOrder:
             )
         self.recorded = order
 
-    def _parameters(self) -> list[nn.Parameter]:
-        """Returns the parameters that DDP reduces, in the order in which it numbers them."""
-        return [parameter for parameter in self._model._module_parameters if parameter.requires_grad]
+
+def _reduced(model: DistributedDataParallel) -> list[nn.Parameter]:
+    """Returns the parameters that DDP reduces, in the order in which it numbers them."""
+    return [parameter for parameter in model._module_parameters if parameter.requires_grad]
 
 
 def _backward_of_zeros(model: DistributedDataParallel, parameters: Sequence[nn.Parameter]) -> None:

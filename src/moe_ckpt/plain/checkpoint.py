@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
@@ -21,8 +20,6 @@ from moe_ckpt.driver.host import GradientLogging, Stateful
 from moe_ckpt.driver.states import Action, Moment
 from moe_ckpt.driver.torch_model import open_torch
 from moe_ckpt.errors import ConfigError, UnsupportedError
-from moe_ckpt.modeling.blocks import require_known_holders
-from moe_ckpt.modeling.bucket_order import BucketOrder
 from moe_ckpt.modeling.rng import capture_rng, restore_rng
 from moe_ckpt.modeling.routing import TrainingPasses
 from moe_ckpt.plain.host import PlainHost, Position, torch_loader, torch_model, torch_optimizer
@@ -90,30 +87,26 @@ class PlainCheckpoint(AttachedCheckpoint):
                 f"moe_ckpt.attach(stateful={type(stateful).__name__}): give the objects by name, as in "
                 "stateful={'lr': scheduler}, so that a restart finds each again"
             )
-        module = model.module if isinstance(model, DistributedDataParallel) else model
         ranks = dist.get_world_size() if dist.is_initialized() else 1
-        for name, parameter in module.named_parameters():
-            require_known_holders(name, parameter, ranks)
         stateful = {name: torch_loader(name, target) for name, target in stateful.items()}
-        super().__init__(PlainHost(module, optimizers, stateful, ranks), options)
+        super().__init__(PlainHost(model, optimizers, stateful, ranks), options)
 
         def open_log() -> GradientLogging:
             from moe_ckpt.gradient_log.recording import loop_log
 
-            return loop_log(optimizers, module, self._driver)
+            return loop_log(optimizers, self._host.module, self._driver)
 
         passes = TrainingPasses()
         passes.in_batch = True  # a forward pass in eval mode is training's if it records gradients
         self._counter = open_torch(
             self._driver,
-            module,
+            self._host.module,
             self._host.state,
             passes,
             on_device=torch.cuda.is_available(),
             open_log=open_log,
             local_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         )
-        self._buckets = BucketOrder.of(model, ranks)
         self._updates = self._applied = 0  # since the newest step; applied: not skipped because of an overflow
         self._optimizers, self._stepped = len(optimizers), set[int]()
         self._warns_of_position = all(isinstance(target, _WITHOUT_POSITION) for target in stateful.values())
@@ -156,8 +149,8 @@ class PlainCheckpoint(AttachedCheckpoint):
                 if isinstance(loader, DataLoader) and not is_at_end:  # the next epoch's seed is due in both
                     self.iterate_quietly(loader)
             driver.say.passed_over(host.step, step)
-        if self._buckets is not None and restored is not None and host.step:
-            self._buckets.arrange(host.buckets)
+        if restored is not None and host.step:
+            host.buckets.arrange()
         driver.begin(new=driver.restored_step is None)
         return Position(loop.step, host.restored, loop.counters)
 
@@ -238,9 +231,7 @@ class PlainCheckpoint(AttachedCheckpoint):
             self._driver.say.no_position()
         if not self._host.loop.is_updating:
             self._driver.before_update()
-        if self._buckets is not None:
-            self._buckets.note()
-            self._host.buckets = self._buckets.recorded
+        self._host.buckets.note()
         self._host.loop.count("after_step", step, counters)
         updated = bool(self._applied) if updated is None else updated
         self._updates = self._applied = 0

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
@@ -15,7 +16,8 @@ from moe_ckpt.driver.changes import Change, batches_of, differing, optimizer_cha
 from moe_ckpt.driver.host import Stateful, loading_state
 from moe_ckpt.driver.torch_model import TorchHost
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.modeling.blocks import has_blocks, is_dtensor, with_blocks, without_blocks
+from moe_ckpt.modeling.blocks import has_blocks, is_dtensor, require_known_holders, with_blocks, without_blocks
+from moe_ckpt.modeling.bucket_order import BucketOrder
 from moe_ckpt.recovery.executing import Restored
 from moe_ckpt.recovery.replay import Repeated
 from moe_ckpt.recovery.resume import other_ranks
@@ -42,24 +44,30 @@ class PlainHost(LoopHost, TorchHost):
     """One training loop.
 
     Args:
-        module: The model, without wrappers of data parallelism.
+        model: The model.
         optimizers: All that update it.
         stateful: As of ``attach``.
         world_size: Number of ranks.
 
+    Raises:
+        UnsupportedError: It is not known what some ranks hold of a parameter.
+
     Attributes:
         restored: Training resumed from a checkpoint.
-        buckets: The order of DDP's buckets (``modeling.bucket_order``); None where it does not matter.
+        buckets: The order of DDP's buckets.
     """
 
     def __init__(
-        self, module: nn.Module, optimizers: Sequence[Optimizer], stateful: Mapping[str, Stateful], world_size: int
+        self, model: nn.Module, optimizers: Sequence[Optimizer], stateful: Mapping[str, Stateful], world_size: int
     ) -> None:
+        module: nn.Module = model.module if isinstance(model, DistributedDataParallel) else model
+        for name, parameter in module.named_parameters():
+            require_known_holders(name, parameter, world_size)
         LoopHost.__init__(self, stateful, LoopPosition())
         TorchHost.__init__(self, module, optimizers)
         self._world_size = world_size
         self.restored = False
-        self.buckets: str | None = None
+        self.buckets = BucketOrder(model, world_size)
         schedules = {name: schedules_of(target) for name, target in stateful.items()}
         batches = {name: batches_of(target) for name, target in stateful.items()}
         self._configured = {**self._configured, "schedules": schedules, "batches": batches}
@@ -79,7 +87,7 @@ class PlainHost(LoopHost, TorchHost):
         changes += differing("data loader ", before["batches"], now["batches"], from_checkpoint=False)
         self._configured = {**now, "optimizers": before["optimizers"]}
         self.loop.set_position(int(plain["step"]), plain["counters"])
-        self.restored, self.buckets = True, plain["buckets"]
+        self.restored, self.buckets.recorded = True, plain["buckets"]
         return changes, other_ranks(restored.manifest, self._world_size)
 
     @property
@@ -103,7 +111,7 @@ class PlainHost(LoopHost, TorchHost):
             "plain": self.state.plain(described=described),
             "stateful": with_blocks(stateful) if self._is_sharded else stateful,
             "rng": self.generators.state,
-            "buckets": self.buckets,
+            "buckets": self.buckets.recorded,
             "configured": self._configured,
         }
 

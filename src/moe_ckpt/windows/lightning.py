@@ -70,12 +70,12 @@ class Windows:
         self._agreed: Callable[[], ComputeTypes] | None = None
         self._values: _OwnValues | None = None
 
-    def check(self, replaying: StepReplay | None, buckets: BucketOrder | None) -> None:
+    def check(self, replaying: StepReplay | None, buckets: BucketOrder) -> None:
         """Raises ``ConfigError`` if steps cannot be computed again exactly.
 
         Args:
             replaying: The window that is replayed; None without one.
-            buckets: Buckets of DDP, if their order matters.
+            buckets: Buckets of DDP.
         """
         reasons = inexact(self._trainer, buckets)
         if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in self._trainer.optimizers):

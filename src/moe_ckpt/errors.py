@@ -129,41 +129,42 @@ class UnencodableStateError(UserError, TypeError):
         self.type_name = type_name
 
 
-class DamagedError(StoreError, ValueError):
-    """The bytes of a file differ from those that were written."""
+class _FileError(StoreError):
+    """A file of a checkpoint is not as it should be; of which step and rank it is may be known."""
+
+    _advice = ""
 
     def __init__(self, path: str, reason: str, *, step: int | None = None, rank: int | None = None) -> None:
         where = "".join(f", {k} {v}" for k, v in (("step", step), ("rank", rank)) if v is not None)
         reason = _brief(reason)
-        super().__init__(f"{path}{where}: {reason}")
+        super().__init__(f"{path}{where}: {reason}{self._advice}")
         self.path = path
         self.reason = reason
         self.step = step
         self.rank = rank
 
 
-class StoreUnreadableError(StoreError, OSError):
+class DamagedError(_FileError, ValueError):
+    """The bytes of a file differ from those that were written."""
+
+
+class StoreUnreadableError(_FileError, OSError):
     """Storage did not return what a checkpoint needs, even after retries. The checkpoint may be intact."""
 
     _advice = (
-        "Start again when the storage answers. To continue from an older checkpoint instead, set "
+        ". Start again when the storage answers. To continue from an older checkpoint instead, set "
         "on_read_error='fallback', or move the step directory away"
     )
 
     def __init__(self, path: str, cause: str, *, step: int | None = None, rank: int | None = None) -> None:
-        where = "".join(f", {k} {v}" for k, v in (("step", step), ("rank", rank)) if v is not None)
-        super().__init__(f"{path}{where}: cannot be read: {cause}. {self._advice}")
-        self.path = path
-        self.reason = f"cannot be read: {cause}"
-        self.step = step
-        self.rank = rank
+        super().__init__(path, f"cannot be read: {cause}", step=step, rank=rank)
 
 
 class StoreForbiddenError(StoreUnreadableError, PermissionError):
     """This user has no permission to read a file that a checkpoint needs."""
 
     _advice = (
-        "Give this user permission to read it, or run as the user that wrote it (files are private unless access= "
+        ". Give this user permission to read it, or run as the user that wrote it (files are private unless access= "
         "is set)"
     )
 

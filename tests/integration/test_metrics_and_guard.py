@@ -293,7 +293,7 @@ def test_over_two_ddp_ranks_the_metrics_reduce_rightly(tmp_path):
     ("owner", "name", "most"),
     [
         (TrainingPasses, "include", 20),  # in a hook of each router
-        (UpdateWatch, "_count", 1),  # of the optimizer
+        (UpdateWatch, "_rates_now", 1),  # in a hook of the optimizer
         (Driver, "note", 2),  # at the start of a batch, and behind its update
         (TorchTrainingState, "plain", 3),
         (CheckpointMetrics, "note", 1),

@@ -33,7 +33,7 @@ from moe_ckpt.callbacks.support import (
 from moe_ckpt.callbacks.update_watch import UpdateWatch
 from moe_ckpt.driver.host import GradientLogging
 from moe_ckpt.driver.run import CLOSE_SECS, Driver
-from moe_ckpt.driver.states import Action, Moment, State
+from moe_ckpt.driver.states import Action, State
 from moe_ckpt.driver.torch_model import open_torch
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.reading.reader import open_step
@@ -233,11 +233,6 @@ class Fit(pl.Callback):
             )
         self.join(update=not self.is_searching())
         self._counter.update_begins()
-
-    def updated(self) -> None:
-        """Notes that an optimizer has stepped."""
-        if not self.is_searching():
-            self.driver.note(Moment.WRITTEN)
 
     def on_train_epoch_start(self, *_: Any) -> None:
         self._epoch_is_whole = True  # Lightning calls this in no epoch that is resumed in its middle

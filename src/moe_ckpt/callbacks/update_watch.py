@@ -16,7 +16,9 @@ from lightning.pytorch.callbacks import Checkpoint, WeightAveraging
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from moe_ckpt.callbacks.compat import call_callback_hooks, call_module_hook
+from moe_ckpt.driver.states import Moment
 from moe_ckpt.errors import ConfigError
+from moe_ckpt.stopwatch import timed
 
 if TYPE_CHECKING:
     from moe_ckpt.callbacks.fit import Fit
@@ -45,10 +47,11 @@ class UpdateWatch:
 
     Args:
         fit: Its ``before_bypassing`` is called before the step of an optimizer for which Lightning calls no callback
-            (under manual optimization, and in batches that are no part of the run), ``updated`` after each optimizer's
-            step, and ``after_batch`` after every batch-end hook.
+            (under manual optimization, and in batches that are no part of the run), and ``after_batch`` after every
+            batch-end hook.
 
     Attributes:
+        stopwatch: Counts the time of the optimizers' hooks.
         updates: Those of the optimizers since ``book``.
         moved: Some update was booked.
         steps_seldom: Some batch made no step, so others may make none either.
@@ -56,9 +59,10 @@ class UpdateWatch:
     """
 
     def __init__(self, fit: Fit) -> None:
-        trainer, module, stopwatch = fit.host.trainer, fit.host.module, fit.stopwatch
+        trainer, module = fit.host.trainer, fit.host.module
+        self.stopwatch = fit.stopwatch
         self.steps_seldom = self.hooks_began = self.moved = False
-        self._trainer, self._module, self._after_update = trainer, module, fit.updated
+        self._fit, self._trainer, self._module = fit, trainer, module
         self._rates: list[Any] = []
         self.updates = self._applied = self._global_step = 0
         self._undo = ExitStack()
@@ -72,16 +76,8 @@ class UpdateWatch:
         setattr(module, _HOOK, on_train_batch_end)
         self._undo.callback(lambda: delattr(module, _HOOK) if had is None else setattr(module, _HOOK, had))
         for optimizer in trainer.optimizers:
-            self._undo.callback(optimizer.register_step_post_hook(stopwatch.around(self._count)).remove)
-            # The raw optimizer bypasses Lightning's hook. Under automatic optimization this hook runs before the
-            # forward pass, which is in the closure, and a join there would stall training.
-            bypassed = not module.automatic_optimization
-
-            def begins(*_: Any, bypassed: bool = bypassed) -> None:
-                if bypassed or fit.is_searching():
-                    fit.before_bypassing()
-
-            self._undo.callback(optimizer.register_step_pre_hook(stopwatch.around(begins)).remove)
+            self._undo.callback(optimizer.register_step_pre_hook(self._begins).remove)
+            self._undo.callback(optimizer.register_step_post_hook(self._count).remove)
 
     def begin(self, global_step: int) -> None:
         """Training begins at ``trainer.global_step``. Updates made before, to return to it, do not count."""
@@ -100,8 +96,8 @@ class UpdateWatch:
                 "an optimizer stepped, but trainer.global_step did not: in manual optimization call step() on what "
                 "self.optimizers() returns (use_pl_optimizer=True), or steps cannot be counted"
             )
-        self._global_step = global_step
-        self.forget()
+        self._global_step, self.updates, self._applied = global_step, 0, 0
+        self.hooks_began = False
         self.steps_seldom |= not batch.stepped
         self.moved |= batch.updates > 0
         return batch
@@ -165,12 +161,21 @@ class UpdateWatch:
         self.updates = self._applied = 0
         self.hooks_began = False
 
+    @timed
+    def _begins(self, *_: Any) -> None:
+        # The raw optimizer bypasses Lightning's hook. Under automatic optimization this hook runs before the forward
+        # pass, which is in the closure, and a join there would stall training.
+        if not self._module.automatic_optimization or self._fit.is_searching():
+            self._fit.before_bypassing()
+
+    @timed
     def _count(self, optimizer: Any, *_: Any) -> None:
         self.updates += 1
         # A fused optimizer gets the loss scale, and skips the update after an overflow by itself, on the device.
         self._applied += getattr(optimizer, "found_inf", None) is None
         self._rates = self._rates_now()
-        self._after_update()
+        if not self._fit.is_searching():
+            self._fit.driver.note(Moment.WRITTEN)
 
     def close(self) -> None:
         """Removes the hooks. Safe to call twice."""

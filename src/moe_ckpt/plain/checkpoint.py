@@ -112,9 +112,8 @@ class PlainCheckpoint(AttachedCheckpoint):
         self._warns_of_position = all(isinstance(target, _WITHOUT_POSITION) for target in stateful.values())
         self._undo.callback(self._counter.close)
         for optimizer in optimizers:
-            before, after = map(self.stopwatch.around, (self._before_update, self._updated))
-            self._undo.callback(optimizer.register_step_pre_hook(before).remove)
-            self._undo.callback(optimizer.register_step_post_hook(after).remove)
+            self._undo.callback(optimizer.register_step_pre_hook(self._before_update).remove)
+            self._undo.callback(optimizer.register_step_post_hook(self._updated).remove)
 
     # --- once, before training ---
 
@@ -149,10 +148,10 @@ class PlainCheckpoint(AttachedCheckpoint):
                 if isinstance(loader, DataLoader) and not is_at_end:  # the next epoch's seed is due in both
                     self.iterate_quietly(loader)
             driver.say.passed_over(host.step, step)
-        if restored is not None and host.step:
-            host.buckets.arrange()
+            if host.step:
+                host.buckets.arrange()
         driver.begin(new=driver.restored_step is None)
-        return Position(loop.step, host.restored, loop.counters)
+        return Position(loop.step, restored is not None, loop.counters)
 
     def restore_generators(self) -> None:
         """Restores the random numbers of the newest step again, if the loop has drawn some before its first batch."""
@@ -178,7 +177,6 @@ class PlainCheckpoint(AttachedCheckpoint):
 
     # --- every step ---
 
-    @timed
     def before_step(self) -> None:
         """Waits for the copy under way, which reads the weights. ``optimizer.step()`` calls it.
 
@@ -190,6 +188,7 @@ class PlainCheckpoint(AttachedCheckpoint):
         """
         self._before_update()
 
+    @timed
     def _before_update(self, *_: Any) -> None:
         self._driver.lifecycle.require(Action.JOIN, "optimizer.step()")
         if not self._host.loop.is_updating:
@@ -200,6 +199,7 @@ class PlainCheckpoint(AttachedCheckpoint):
         if self._updates == _UNCOUNTED * self._optimizers:
             self._driver.say.uncounted(self._host.step, self._updates)
 
+    @timed
     def _updated(self, optimizer: Any, *_: Any) -> None:
         # A fused optimizer gets the loss scale, and skips the update after an overflow by itself, on the device.
         self._applied += getattr(optimizer, "found_inf", None) is None

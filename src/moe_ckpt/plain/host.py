@@ -53,7 +53,6 @@ class PlainHost(LoopHost, TorchHost):
         UnsupportedError: It is not known what some ranks hold of a parameter.
 
     Attributes:
-        restored: Training resumed from a checkpoint.
         buckets: The order of DDP's buckets.
     """
 
@@ -66,7 +65,6 @@ class PlainHost(LoopHost, TorchHost):
         LoopHost.__init__(self, stateful, LoopPosition())
         TorchHost.__init__(self, module, optimizers)
         self._world_size = world_size
-        self.restored = False
         self.buckets = BucketOrder(model, world_size)
         schedules = {name: schedules_of(target) for name, target in stateful.items()}
         batches = {name: batches_of(target) for name, target in stateful.items()}
@@ -87,7 +85,7 @@ class PlainHost(LoopHost, TorchHost):
         changes += differing("data loader ", before["batches"], now["batches"], from_checkpoint=False)
         self._configured = {**now, "optimizers": before["optimizers"]}
         self.loop.set_position(int(plain["step"]), plain["counters"])
-        self.restored, self.buckets.recorded = True, plain["buckets"]
+        self.buckets.recorded = plain["buckets"]
         return changes, other_ranks(restored.manifest, self._world_size)
 
     @property

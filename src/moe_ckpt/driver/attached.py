@@ -17,7 +17,7 @@ from moe_ckpt.driver.states import State
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.format.run_records import Finished
-from moe_ckpt.modeling.optimizer_state import require_plain
+from moe_ckpt.format.tree import encode_tree
 from moe_ckpt.recovery.recovery_plan import RecoveryPlan
 from moe_ckpt.run.events import StepRecord
 from moe_ckpt.run.options import Options
@@ -67,7 +67,7 @@ class LoopPosition:
                 f"{self.unit}s done, and start from the position that resume() returned"
             )
         if counters is not None:
-            require_plain(counters, "counters")
+            encode_tree(counters, "counters")  # which raises, before a checkpoint would
             self.counters = deepcopy(dict(counters))
         self.step, self.moved, self.is_updating = step, True, False
 

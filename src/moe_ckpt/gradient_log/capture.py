@@ -29,7 +29,6 @@ from moe_ckpt.gradient_log.units import Unit, whole_unit
 from moe_ckpt.ledger.coverage import Box
 from moe_ckpt.modeling.blocks import block_in, block_of
 from moe_ckpt.modeling.names import parameters_of
-from moe_ckpt.modeling.optimizer_state import require_plain
 from moe_ckpt.slices.copying import versions
 from moe_ckpt.stopwatch import Stopwatch
 
@@ -207,7 +206,7 @@ class GradientCapture:
         if self._rounded is not None:
             _round(gradients, self._rounded)
         grad_scale, found_inf = (copied_value(getattr(optimizer, name, None)) for name in ("grad_scale", "found_inf"))
-        groups = tuple(_hyperparameters(number, at, group) for at, group in enumerate(optimizer.param_groups))
+        groups = tuple(map(_hyperparameters, optimizer.param_groups))
         update = Update(number, groups, self._parameters_of(number, units), grad_scale, found_inf)
         return ConsumedGradients(update, units, gradients, stay=grad_scale is None)
 
@@ -322,11 +321,6 @@ def _are_same(now: Sequence[Sequence[torch.Tensor]], before: Sequence[Sequence[t
     )
 
 
-def _hyperparameters(number: int, at: int, group: dict[str, Any]) -> dict[str, Any]:
+def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
     """Returns the hyperparameters of a param group; copies of those that may change in place."""
-    settings: dict[str, Any] = {}
-    for key, value in group.items():
-        if key != "params":
-            require_plain(value, f"optimizers/{number}/param_groups/{at}/{key}")
-            settings[key] = copied_value(value)
-    return settings
+    return {key: copied_value(value) for key, value in group.items() if key != "params"}

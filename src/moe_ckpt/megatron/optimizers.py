@@ -39,7 +39,6 @@ from moe_ckpt.modeling.optimizer_state import (
     is_state_name,
     make_tensor,
     replaced_state,
-    require_plain,
     unnameable,
 )
 from moe_ckpt.ports import TensorMeta
@@ -430,16 +429,9 @@ def write_step(optimizer: Any, step: int | None) -> None:
 
 
 def read_plain(optimizer: Any) -> dict[str, Any]:
-    """Returns {"step": int or None, "groups": [...], "scalers": [state or None of each leaf]}.
-
-    Raises:
-        UnencodableStateError: A value, which is named, is no plain data.
-    """
-    groups = settings(optimizer)
-    for number, entry in enumerate(groups):
-        require_plain(entry, f"optimizer/param_groups/{number}")
+    """Returns {"step": int or None, "groups": [...], "scalers": [state or None of each leaf]}."""
     scalers = [None if scaler is None else scaler.state_dict() for scaler in _scalers(optimizer)]
-    return {"step": read_step(optimizer), "groups": groups, "scalers": scalers}
+    return {"step": read_step(optimizer), "groups": settings(optimizer), "scalers": scalers}
 
 
 def settings(optimizer: Any) -> list[dict[str, Any]]:

@@ -35,15 +35,16 @@ _ALIASES = "aliases"
 class Varying:
     """The buffers whose shape changes in training. Restored, they get the checkpoint's shape, not the script's.
 
+    Args:
+        present: The buffers by name, before training.
+
     Attributes:
         names: Of the buffers known to do so, from this process or the checkpoint.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, present: Mapping[str, torch.Tensor]) -> None:
         self.names: set[str] = set()
-        self._first = {
-            name: buffer.shape for name, buffer in buffers(model).items() if not nn.parameter.is_lazy(buffer)
-        }
+        self._first = {name: buffer.shape for name, buffer in present.items() if not nn.parameter.is_lazy(buffer)}
 
     def note(self, present: Mapping[str, torch.Tensor]) -> None:
         """Adds the names of buffers whose shape is no longer the first one."""
@@ -81,9 +82,8 @@ def tied_buffers(model: nn.Module) -> dict[str, str]:
     return _held(Walk(model))[1]
 
 
-def check(model: nn.Module, varying: Varying, stored: Mapping[str, Any]) -> None:
+def check(walk: Walk, varying: Varying, stored: Mapping[str, Any]) -> None:
     """Raises ``ConfigError``, naming the differences, unless ``write`` can restore ``stored`` into the model."""
-    walk = Walk(model)
     here, saved = _held(walk)[0], stored["buffers"]
     varies = varying.names.union(stored.get(_VARYING, ()))
     require_same_names("buffers", here, saved)

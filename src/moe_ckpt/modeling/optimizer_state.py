@@ -23,7 +23,7 @@ import torch
 from torch import optim
 from torch.optim import Optimizer
 
-from moe_ckpt.errors import ConfigError, UnencodableStateError, UnsupportedError, optimizer_changed
+from moe_ckpt.errors import ConfigError, UnsupportedError, optimizer_changed
 from moe_ckpt.format.contents import described
 from moe_ckpt.format.sealed import FixedStrings
 from moe_ckpt.format.shard import TORCH_DTYPES
@@ -72,34 +72,6 @@ def require_same_class(which: str, optimizer: Optimizer, stored: str) -> None:
 IMPLEMENTATION_FLAGS = frozenset({"foreach", "fused", "capturable", "differentiable"})
 STEP = "step"
 """What torch's optimizers call the count of a parameter's updates."""
-_PLAIN = (type(None), bool, int, float, str, bytes, torch.Tensor)
-_PLAIN_TYPES = frozenset(_PLAIN)
-
-
-def read_groups(index: int, optimizer: Optimizer, names: Sequence[FixedStrings]) -> list[dict[str, Any]]:
-    """Returns the groups of optimizer number ``index``, with the names of each one's parameters.
-
-    Raises:
-        UnencodableStateError: names the group and key of a value that is no plain data.
-    """
-    for number, group in enumerate(optimizer.param_groups):
-        for key in group.keys() - {"params"}:
-            require_plain(group[key], f"optimizers/{index}/param_groups/{number}/{key}")
-    return [{**group, "params": names[at]} for at, group in enumerate(optimizer.param_groups)]
-
-
-def require_plain(value: Any, path: str) -> None:
-    """Raises ``UnencodableStateError``, naming the place below ``path``, for a value that is no plain data."""
-    if type(value) in _PLAIN_TYPES:
-        return  # nearly all are
-    if isinstance(value, (list, tuple, set, frozenset)):
-        for at, item in enumerate(value):
-            require_plain(item, f"{path}/{at}")
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            require_plain(item, f"{path}/{key}")
-    elif not isinstance(value, _PLAIN):
-        raise UnencodableStateError(path, f"{type(value).__module__}.{type(value).__qualname__}")
 
 
 def check_groups(
@@ -108,7 +80,7 @@ def check_groups(
     """Raises ``ConfigError`` unless the groups hold the same parameters, group by group.
 
     Args:
-        names: As for ``read_groups``.
+        names: Of each group's parameters.
     """
     groups = optimizer.param_groups
     if len(groups) != len(stored):

@@ -33,7 +33,6 @@ from moe_ckpt.modeling.optimizer_state import (
     find_unsliced,
     is_sliced,
     make_tensor,
-    read_groups,
     read_unsliced,
     replaced_state,
     require_same_class,
@@ -65,7 +64,6 @@ class TorchTrainingState:
         self._groups_at_first = [len(optimizer.param_groups) for optimizer in self._optimizers]
         self._frozen = Frozen()
         self._mixed: set[str] = set()
-        self._varying = module_state.Varying(model)
         self._pretrained = module_state.pretrained_models(model)
         self._sharded_modules = tuple(module for module in model.modules() if isinstance(module, FSDPModule))
         self._walk: Walk | None = None
@@ -77,7 +75,9 @@ class TorchTrainingState:
         self._specs: tuple[TensorSpec, ...] = ()
         self._specs_of: tuple[StateTensor, ...] = ()
         walk, views = self._refresh()
-        for kind, tensors in (("parameter", walk.parameters), ("buffer", module_state.buffers(model))):
+        buffers = module_state.buffers(model)
+        self._varying = module_state.Varying(buffers)
+        for kind, tensors in (("parameter", walk.parameters), ("buffer", buffers)):
             for name, tensor in tensors.items():
                 dtype_name(tensor.dtype, f"{kind} {name!r}")
         for index, optimizer in enumerate(self._optimizers):
@@ -125,7 +125,9 @@ class TorchTrainingState:
                 name: {key: value for key, value in state.items() if not isinstance(value, torch.Tensor)}
                 for name, state in view.scalars
             }
-            groups = read_groups(index, optimizer, view.groups)
+            groups = [
+                {**group, "params": names} for group, names in zip(optimizer.param_groups, view.groups, strict=True)
+            ]
             entry = {"class": class_name(optimizer), "param_groups": groups, "scalars": scalars}
             unsliced = read_unsliced(index, view.unsliced)
             optimizers.append(entry | {"unsliced": unsliced} if unsliced else entry)
@@ -202,7 +204,7 @@ class TorchTrainingState:
             ConfigError: An optimizer is of another class; or buffers, optimizers, groups or their parameters are not
                 the stored ones.
         """
-        _, views = self._refresh()
+        walk, views = self._refresh()
         stored = plain.get("optimizers")
         if stored is None:
             raise ConfigError(
@@ -214,7 +216,7 @@ class TorchTrainingState:
                 f"the checkpoint holds {len(stored)} optimizers, this run has {len(self._optimizers)}; "
                 "train with the same ones (under Lightning, of configure_optimizers())"
             )
-        module_state.check(self._model, self._varying, plain)
+        module_state.check(walk, self._varying, plain)
         for index, (optimizer, entry) in enumerate(zip(self._optimizers, stored, strict=True)):
             require_same_class(f"optimizer {index}", optimizer, entry["class"])
             check_groups(index, optimizer, views[index].groups, entry["param_groups"])

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from itertools import chain, compress, repeat
-from operator import attrgetter, is_, itemgetter, not_
+from operator import attrgetter, is_, not_
 from typing import Any
 
 import numpy as np
@@ -18,7 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
-from moe_ckpt.modeling.blocks import is_dtensor
+from moe_ckpt.modeling.blocks import block_in, is_dtensor
 from moe_ckpt.modeling.names import clean_name, parameters_of, unwrap
 from moe_ckpt.ports import Reading, StateTensor
 from moe_ckpt.slices.cuts import ascending, ranges
@@ -77,25 +77,24 @@ class TensorAddresses:
     """
 
     def __init__(self, named: Iterable[tuple[str, torch.Tensor]], views: Sequence[StateTensor]) -> None:
-        names: dict[int, list[str]] = {}
-        tensors: dict[int, torch.Tensor] = {}
+        unique: list[torch.Tensor] = []
+        numbers: dict[int, int] = {}  # of each tensor, by its id
+        of_parameter: dict[str, list[int]] = {}
         for name, tensor in named:
-            names.setdefault(id(tensor), []).append(name)
-            tensors[id(tensor)] = tensor
-        self._views = views
-        self._sharded = [tensor for tensor in tensors.values() if is_dtensor(tensor)]
+            if numbers.setdefault(id(tensor), len(unique)) == len(unique):
+                unique.append(tensor)
+            of_parameter.setdefault(name, []).append(numbers[id(tensor)])
+        self._sharded = list(filter(is_dtensor, unique))
         self._blocks = list(map(_BLOCK, self._sharded))
         self._layouts = list(map(_LAYOUT, self._sharded))
-        plain = [tensor for tensor in tensors.values() if not is_dtensor(tensor)]
-        self._tensors: list[torch.Tensor] = [*plain, *self._blocks]
+        self._tensors = list(map(block_in, unique))
         self._addresses = addresses(self._tensors)
-        pairs = [(name, at) for at, tensor in enumerate((*plain, *self._sharded)) for name in names[id(tensor)]]
-        numbers = {name: at for at, name in enumerate(dict.fromkeys(name for name, _ in pairs))}
-        owners = np.fromiter((numbers[name] for name, _ in pairs), np.int64, len(pairs))
-        self._owners = np.fromiter((numbers[view.parameter] for view in views), np.int64, len(views))
-        self._counts = np.bincount(owners, minlength=len(numbers))
+        parameters = {name: at for at, name in enumerate(of_parameter)}
+        self._views = views
+        self._owners = np.fromiter((parameters[view.parameter] for view in views), np.int64, len(views))
+        self._counts = np.fromiter(map(len, of_parameter.values()), np.int64, len(parameters))
         self._firsts = np.cumsum(self._counts) - self._counts
-        self._places = np.fromiter(map(itemgetter(1), pairs), np.int64, len(pairs))[np.argsort(owners, kind="stable")]
+        self._places = np.fromiter(chain.from_iterable(of_parameter.values()), np.int64, int(self._counts.sum()))
 
     def same(self, of: Reading | None = None) -> bool:
         """Returns whether all memory is at the address where it was.

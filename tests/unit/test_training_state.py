@@ -245,8 +245,9 @@ def test_several_optimizers_and_groups():
     swapped = TorchTrainingState(model, [first])
     with pytest.raises(ConfigError, match="holds 2 optimizers, this run has 1"):
         swapped.load_plain(saved.plain)
-    with pytest.raises(ConfigError, match="has no optimizer 1"):
-        swapped.prepare(saved.metas)
+    swapped.prepare(saved.metas)
+    prepared = {tensor.key for tensor in swapped.tensors() if tensor.key.startswith("optim/")}
+    assert prepared == {key for key in saved.metas if key.startswith("optim/0/")}, "else restoring them would fail"
 
 
 def test_groups_that_differ_are_named_and_nothing_is_changed():
@@ -261,8 +262,6 @@ def test_groups_that_differ_are_named_and_nothing_is_changed():
     with pytest.raises(ConfigError, match=r"only in the checkpoint: \['blocks.0.moe.experts.0.0.bias'"):
         TorchTrainingState(other, [one]).load_plain(saved.plain)
     assert one.param_groups[0]["lr"] == 0.5
-    with pytest.raises(ConfigError, match="not given it that parameter"):
-        TorchTrainingState(other, [one]).prepare(saved.metas)
 
 
 def test_a_parameter_that_is_not_the_models_is_refused():

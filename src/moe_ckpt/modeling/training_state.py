@@ -155,19 +155,19 @@ class TorchTrainingState:
     def prepare(self, stored: Mapping[str, TensorMeta]) -> None:
         """Makes the optimizers hold exactly the state tensors that ``stored`` names; new ones are zero.
 
-        Keys that do not start with ``optim/`` are ignored. State that stays keeps its memory. Unsliced state stays:
-        ``load_plain`` restores it, and in a replay it is there already.
+        Keys that do not start with ``optim/`` are ignored, and those of parameters that no optimizer here has:
+        ``require_loadable`` refuses them. State that stays keeps its memory. Unsliced state stays: ``load_plain``
+        restores it, and in a replay it is there already.
 
         Raises:
-            ConfigError: A key names an optimizer or parameter that this run does not have.
             UnsupportedError: State of a sharded parameter has another shape than the parameter.
         """
         _, views = self._refresh()
         self._prepared = True
-        by_parameter = self._check_stored(stored, views)
+        by_parameter = self._by_parameter(stored, views)
         for index, optimizer in enumerate(self._optimizers):
             for name, parameter in views[index].parameters.items():
-                metas = by_parameter.get((index, name), {})
+                metas = by_parameter[index, name]
                 with replaced_state(optimizer, parameter, metas, partial(is_sliced, parameter)):
                     for key, meta in metas.items():
                         make_tensor(optimizer, parameter, key, meta)
@@ -285,27 +285,24 @@ class TorchTrainingState:
             mixes_rows=value is parameter and name in self._mixed,
         )
 
-    def _check_stored(
+    def _by_parameter(
         self, stored: Mapping[str, TensorMeta], views: Sequence[OptimizerView]
     ) -> dict[tuple[int, str], dict[str, TensorMeta]]:
-        """Returns the stored optimizer tensors by (optimizer, parameter). Raises as ``prepare``."""
-        parameters = [view.parameters for view in views]
-        by_parameter: dict[tuple[int, str], dict[str, TensorMeta]] = {}
+        """Returns the stored tensors of optimizers by (optimizer, parameter). Raises as ``prepare``."""
+        by_parameter: dict[tuple[int, str], dict[str, TensorMeta]] = {
+            (index, name): {} for index, view in enumerate(views) for name in view.parameters
+        }
         for key, meta in stored.items():
             if not key.startswith("optim/"):
                 continue
             at = split_key(key)
-            name, index, state = at.fqn, at.optimizer or 0, at.state or ""
-            if index >= len(parameters) or name not in parameters[index]:
-                lacking = f"no optimizer {index}" if index >= len(parameters) else "not given it that parameter"
-                raise ConfigError(
-                    f"the checkpoint holds state {state!r} of optimizer {index} for parameter {name!r}, but this run "
-                    f"has {lacking}; return the same optimizers from configure_optimizers()"
-                )
-            parameter = parameters[index][name]
+            index, name = at.optimizer or 0, at.fqn
+            if (index, name) not in by_parameter:
+                continue
+            parameter = views[index].parameters[name]
             if is_sharded(parameter) and meta.global_shape not in ((), tuple(parameter.shape)):
                 raise UnsupportedError(_factored(key, meta.global_shape, parameter))
-            by_parameter.setdefault((index, name), {})[state] = meta
+            by_parameter[index, name][at.state or ""] = meta
         return by_parameter
 
 

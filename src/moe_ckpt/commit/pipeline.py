@@ -24,6 +24,7 @@ from moe_ckpt.commit.persisting import SnapshotResolver, SnapshotThread
 from moe_ckpt.commit.room import Room
 from moe_ckpt.core.step import Contents, Facts, Step
 from moe_ckpt.core.tokens import Counts
+from moe_ckpt.memory.arena import Buffer
 from moe_ckpt.memory.limits import requires_room
 from moe_ckpt.ports import StateTensor, StepGradients, TensorSpec
 from moe_ckpt.run.context import RunContext
@@ -179,7 +180,7 @@ class Pipeline:
                 or self.room.trouble
                 or _no_room(contents, plan.nbytes, self._pool.budget_bytes, patience_secs, time.monotonic() - began)
             )
-            plan, buffers = replace(plan, buffers=((),), slots=()), [self._pool.lend_nothing()]
+            plan, buffers = replace(plan, buffers=((),), slots=()), [Buffer.empty()]
         elif gradients is not None and contents.gradients and gradients.changed:
             refused = (
                 f"gradients or weights of {len(gradients.changed)} parameters ({min(gradients.changed)}, ...) were "

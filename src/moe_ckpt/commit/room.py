@@ -68,6 +68,7 @@ class Room:
         self._last_nbytes = self._partial_nbytes = self._most_nbytes = 0
         self._window_size = 1
         self._snapshots = self._next_nbytes = self._usual_nbytes = self._two_nbytes = 0
+        self._first_nbytes: Callable[[], int] = lambda: 0  # about how many bytes the first snapshot has; 0 if unknown
         self._has_begun = self._is_topping_up = self._gave_up = self._said = False
         self.trouble = ""
 
@@ -176,12 +177,10 @@ class Room:
             if self._first.in_flight > most and not self._first.wait(most, max(0.0, until - time.monotonic())):
                 return None, waited
             buffers = self._acquire(identity, sizes, until, waits=waits, starts=starts)
-            while buffers is None and not self.trouble:
-                if not self._give_up_recovery(nbytes, chain=not contents.gradients, last=last):
-                    break
-                buffers = self._acquire(identity, sizes, until, waits=waits, starts=starts)
             if buffers is not None or self.trouble:
                 return buffers, waited
+            if self._give_up_recovery(nbytes, chain=not contents.gradients, last=last):
+                continue
             if self._tier.outlives_process and not self._first.in_flight:
                 logged = contents.since is not None and not self._pool.making  # a full snapshot takes its place
                 if logged or not self._comes_back(until):
@@ -265,21 +264,27 @@ class Room:
             self._usual_nbytes = max(nbytes, self._usual_nbytes)
         if more or (partial and self._tier.retained_count > 0):
             self._is_topping_up = True  # the thread may end, and say so, before ``start`` returns
-            if not self._maker.start(self._top_up):
+            if not self._maker.start(self._make_ahead):
                 self._is_topping_up = False
 
-    def _top_up(self) -> bool:
+    def _make_ahead(self) -> bool:
         """Makes memory for one of the next snapshots; returns False if there is enough. On the making thread."""
-        more = False
+        is_first, more = not self._snapshots, False
+        # As many as there are when the first snapshot is given back, and later as many as a steady run has.
+        count = 1 + self._always_whole if is_first else self._buffers + self._tier.retained_count
+        early = is_first or (self._tier.outlives_process and self._snapshots == 1)  # from the second one on it is due
         try:
-            early = self._tier.outlives_process and self._snapshots == 1  # from the second one on it is due
-            more = self._pool.make_ahead(self._usual_nbytes, self._buffers + self._tier.retained_count, early=early)
+            nbytes = self._first_nbytes() if is_first else self._usual_nbytes  # a rank that saves nothing needs no room
+            more = nbytes > 0 and self._pool.make_ahead(nbytes, count, early=early)
+            return more or self._pool.warm_up()
         except OSError as error:  # the snapshot that needs it makes it, giving something up, or says why it cannot
             log.info("no memory is made before it is needed: %s", error)
         except RuntimeError as error:
             log.warning("no further host memory could be made in advance, snapshots will retry: %s", error)
-        self._is_topping_up = more
-        return more
+        finally:
+            if not is_first:
+                self._is_topping_up = more
+        return False
 
     def training_begins(self, *, whole: bool) -> None:
         """Has memory made for the first snapshots, once, if that takes long: outliving the process, or page-locked.
@@ -310,24 +315,8 @@ class Room:
         if self._has_begun or not self._takes_long:
             return
         self._has_begun = True
-        self._maker.start(lambda: self._make_ready(share if whole else None))
-
-    def _make_ready(self, share: Callable[[], int] | None) -> bool:
-        """Makes memory for one of the first snapshots; returns False if there is enough. On the making thread.
-
-        Args:
-            share: Gives about how many bytes the first snapshot has; None if that is not known.
-        """
-        count = 2 if self._always_whole else 1  # as many as there are when the first one is given back
-        try:
-            # A rank that saves nothing needs no room, either.
-            nbytes = 0 if share is None or self._snapshots else share()
-            if nbytes and self._pool.make_ahead(nbytes, count, early=True):
-                return True
-            return self._pool.warm_up()
-        except (OSError, RuntimeError) as error:
-            log.info("no memory is made before the first snapshot: %s", error)
-            return False
+        self._first_nbytes = share if whole else lambda: 0
+        self._maker.start(self._make_ahead)
 
     def close(self) -> None:
         """Ends the thread, as ``WorkThread.close`` does."""

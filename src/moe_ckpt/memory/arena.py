@@ -146,6 +146,11 @@ class Buffer:
     slot: Slot | None = None
     is_adopted: bool = False
 
+    @classmethod
+    def empty(cls) -> Buffer:
+        """Returns a buffer without a room, for an empty snapshot."""
+        return cls(0, torch.empty(0, dtype=torch.uint8))
+
     @cached_property
     def nbytes(self) -> int:
         return self.memory.numel()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import xxhash
@@ -86,16 +86,16 @@ def _slots(directory: Path, *, verify: bool) -> Iterator[SlotFacts]:
 
 def _sealed(path: Path, *, verify: bool) -> SlotFacts | None:
     """Returns the facts of a sealed slot; None if its owner has unsealed it meanwhile."""
-    nbytes, step, slices, writer, only = 0, None, 0, None, ""
-    raw = b""
+    facts, raw = SlotFacts(str(path), "sealed", 0), b""
     try:
         raw = read_header(path)
         if not raw:
             return None
         slot, header = Slot.open(path)
-        nbytes, step, writer, only = header.nbytes, header.step, header.rank, header.only
-        for entry, data in FoundSlot(slot, header).slices():
-            slices += 1
+        facts = replace(facts, nbytes=header.nbytes, step=header.step, writer=header.rank, only=header.only)
+        slices = list(FoundSlot(slot, header).slices())
+        facts = replace(facts, slices=len(slices))
+        for entry, data in slices:
             if verify and xxhash.xxh3_64_intdigest(data.numpy().data) != entry.checksum:
                 raise DamagedError(str(path), f"slice {entry.name} of {entry.operator}: checksum mismatch")
     except FileNotFoundError:
@@ -103,5 +103,5 @@ def _sealed(path: Path, *, verify: bool) -> SlotFacts | None:
     except DamagedError as error:
         if raw and read_header(path) != raw:
             return None
-        return SlotFacts(str(path), "damaged", nbytes, step, slices, writer, problem=str(error), only=only)
-    return SlotFacts(str(path), "sealed", nbytes, step, slices, writer, only=only)
+        return replace(facts, state="damaged", problem=str(error))
+    return facts

@@ -244,29 +244,21 @@ class BufferPool:
         with self._lock:
             self._lent[buffer] = True
 
-    def lend_nothing(self) -> Buffer:
-        """Lends an empty buffer, which has no room, for an empty snapshot."""
-        buffer = Buffer(0, torch.empty(0, dtype=torch.uint8))
-        with self._lock:
-            self._lent[buffer] = False
-        return buffer
-
     def give_back(self, buffer: Buffer) -> None:
-        """Takes back a buffer that nobody reads or writes any more. A snapshot that is sealed there stays readable for
-        later processes until the room is lent again.
+        """Takes back a buffer that nobody reads or writes any more; one without a room is nobody's. A snapshot that is
+        sealed there stays readable for later processes until the room is lent again.
 
         Raises:
             ValueError: The buffer is not lent. To lend it again would give two snapshots the same memory.
         """
         with self._lock:
-            if self._retired:
+            if self._retired or buffer.arena is None:
                 return
             if self._lent.pop(buffer, None) is None:
                 raise ValueError("a host buffer was returned twice, or to a pool that it does not belong to")
             if buffer.slot is not None:
                 self._released.append(buffer)
-        if buffer.arena is not None:
-            buffer.arena.free(buffer)
+        buffer.arena.free(buffer)
 
     def retire(self) -> None:
         """Lends no more buffers. A buffer that is lent lives as long as its user."""

@@ -266,11 +266,15 @@ class MemoryTier:
             self.complete_step = None  # until a checkpoint of this life is complete
             self.files.wait_removed()
             return True
+        return self._free_oldest()
+
+    def _free_oldest(self) -> bool:
+        """Gives up the oldest snapshot that is kept for its copies or experts; False if there is none."""
         with self._lock:
-            for entry in _superseded(self._entries.values())[:1]:
+            oldest = _superseded(self._entries.values())[:1]
+            for entry in oldest:
                 self._free(entry)
-                return True
-            return False
+            return bool(oldest)
 
     def begin(self, snapshot: Snapshot) -> None:
         """Adds a snapshot, whose copy begins. A parting one is not added: it stays, and no agreement settles it."""
@@ -466,10 +470,7 @@ class MemoryTier:
             False if there were none.
         """
         with self._lock:
-            if not self.outlives_process and self.left_slots.remove():
-                return True
-            for entry in _superseded(self._entries.values())[:1]:
-                self._free(entry)
+            if (not self.outlives_process and self.left_slots.remove()) or self._free_oldest():
                 return True
             idle = [entry for entry in self._entries.values() if not entry.readers and entry.state in _SAFE]
             logged = _logged(self._entries.values())

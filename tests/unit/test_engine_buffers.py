@@ -217,8 +217,8 @@ class Roles(RuleBasedStateMachine):
         """The oldest snapshot ends. One that was not offered (complete, or failed at once) may do either."""
         number, buffer = self.snapshots.pop(0)
         self.tier.ended(snapshot_in(buffer, number), committed=committed)
-        if committed:
-            self.kept = [(number, buffer)] if self.offered else []
+        if committed and self.offered:
+            self.kept = [(number, buffer)]
         self.offered = False
 
     @rule()

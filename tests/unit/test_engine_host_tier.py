@@ -156,6 +156,26 @@ def test_a_failed_checkpoint_leaves_the_former_recovery_buffer(tmp_path):
         assert held_steps(life) == [5]
 
 
+def test_a_checkpoint_with_nan_leaves_the_former_recovery_buffer(tmp_path):
+    """Storage has the spoiled step, and starts pass it over: memory still has the finite one before it."""
+    with Life(LocalStorage(tmp_path), policy=moc()) as life:
+        life.go(3, settle=True)
+        advance = life.state.advance
+
+        def spoil(step: int) -> None:
+            advance(step)
+            next(iter(life.state.held.values())).local.view(-1)[0] = float("nan")
+
+        life.state.advance = spoil
+        life.go(1, settle=True)
+        assert manifests(tmp_path)[-1].not_finite
+        assert held_steps(life) == [3]
+    with Life(LocalStorage(tmp_path), policy=moc()) as life:
+        _, fault = come_back(life)
+        assert (fault.restored_step, fault.lost_tokens) == (3, 0)
+        assert_state(life, dict.fromkeys(versions_after([(1, set())]), 3))
+
+
 def test_a_budget_for_two_gives_up_the_recovery_buffer_and_says_so_once(tmp_path, caplog):
     with Life(LocalStorage(tmp_path / "probe"), policy=moc()) as life:
         life.go(2, settle=True)

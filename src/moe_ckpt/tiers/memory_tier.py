@@ -237,15 +237,14 @@ class MemoryTier:
         """
         with self._lock:
             entry = self._entries.get(snapshot.identity.number)
-            if not self.outlives_process:
-                if committed:
-                    self.drop()
-                if entry is None:
-                    self.pool.give_back(snapshot.buffer)
-                else:
-                    entry.complete = committed
             if entry is None:  # it was not offered, or the session has ended
+                if not self.outlives_process:
+                    self.pool.give_back(snapshot.buffer)
                 return
+            if not self.outlives_process:
+                entry.complete = committed
+                if committed and self.left_slots.slots:
+                    self.left_slots.remove()
             entry.readers -= 1
             if committed and snapshot.contents.is_checkpoint:
                 for other in self._entries.values():

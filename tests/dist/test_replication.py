@@ -51,17 +51,17 @@ def texts(said: logging.handlers.BufferingHandler) -> list[str]:
 SIZE = MIB + 17
 
 
-def _flawed(rank: Rank, sequence: int) -> SealedSlot | None:
+def _flawed(rank: Rank, sequence: int) -> list[SealedSlot]:
     """What this rank submits: of the sequences 2 to 7 each has a flaw on one rank."""
     if (rank.rank, sequence) == (2, 3):
-        return None
+        return []
     facts = {(0, 4): {"generation": 6}, (0, 5): {"rank": 3}, (1, 6): {"step": 5}}.get((rank.rank, sequence), {})
     slot, share = rank.seal(sequence, SIZE, **facts)
     if (rank.rank, sequence) == (1, 2):
         slot.memory[SIZE // 3] ^= 1
     if (rank.rank, sequence) == (3, 7):
         share = SealedSlot(sequence, slot.memory[: SIZE - 1], share.header)
-    return share
+    return [share]
 
 
 FLAWED = {2: 1, 3: 2, 4: 0, 5: 0, 6: 1, 7: 3}
@@ -73,7 +73,7 @@ def _well(_: int, __: int, root: str) -> dict:
     said, found = warnings_of(), {}
     sources = rank.replicator.roster.placement.sources_of[rank.rank]
     for sequence in range(1, 8):
-        acknowledged = rank.replicator.submit(sequence, _flawed(rank, sequence)).result(PATIENCE_SECS)
+        acknowledged = rank.replicator.submit(sequence, *_flawed(rank, sequence)).result(PATIENCE_SECS)
         dist.barrier()
         found[sequence] = acknowledged, [source for source in sources if rank.holds(source, sequence, SIZE)]
         dist.barrier()

@@ -11,6 +11,7 @@ is lent again.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -45,6 +46,19 @@ ARENA, COPIES = "arena", "copies"
 """Names of a rank's files: one for its own snapshots, one for copies of other ranks' snapshots and for plain states."""
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM)
 """Errors of a file system without room."""
+
+
+@contextlib.contextmanager
+def telling_if_full(directory: Path, nbytes: int) -> Iterator[None]:
+    """Turns the errors of a file system without room for so many bytes into ``MemoryFullError``."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in FULL:
+            raise
+        raise MemoryFullError(str(directory), nbytes, free_bytes(str(directory))) from error
+
+
 _PIECE_NBYTES = LOCK_NBYTES
 """Bytes made by one call. A signal may make the kernel begin a call again, and a profiler sends a hundred a second."""
 _RECORDS_NBYTES, _RECORDS_PORTION = 16 << 20, 16
@@ -284,18 +298,14 @@ class Arena:
             raise MemoryFullError(str(self.path), more + records, free)
 
     def _grow(self, end: int, *, touches: bool) -> None:
-        before = self._space.end
-        try:
+        nbytes = end - self._space.end
+        with contextlib.nullcontext() if self.path is None else telling_if_full(self.path.parent, nbytes):
             try:
                 self._pages.grow(end, locks=self._locks, touches=touches)
             except RuntimeError as error:
                 self._locks = False
                 _say_unlocked(error)
                 self._pages.grow(end, touches=touches)
-        except OSError as error:
-            if self.path is None or error.errno not in FULL:
-                raise
-            raise MemoryFullError(str(self.path), end - before, free_bytes(self._pages.descriptor)) from error
         with self._lock:
             self._space.end = self._pages.ready
 

@@ -20,9 +20,9 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from moe_ckpt.errors import ConfigError
-from moe_ckpt.memory.arena import ARENA, COPIES, FULL
-from moe_ckpt.memory.mapping import Identity, identity, identity_at
+from moe_ckpt.errors import ConfigError, MemoryFullError
+from moe_ckpt.memory.arena import ARENA, COPIES, telling_if_full
+from moe_ckpt.memory.mapping import PAGE_NBYTES, Identity, identity, identity_at
 from moe_ckpt.memory.options import DEFAULT_ROOT
 from moe_ckpt.memory.slot import AT, HEADER_SUFFIX, STARTS_SUFFIX, data_of
 from moe_ckpt.storage.local import PRIVATE, make_directories
@@ -116,9 +116,17 @@ class RankDirectory:
             return None
 
     def describe(self, store: str) -> None:
-        """Writes down who owns the directory, for people and for ``sweep``."""
+        """Writes down who owns the directory, once, for people and for ``sweep``.
+
+        Raises:
+            MemoryFullError: The file system has no free page.
+            OSError: The file cannot be written.
+        """
+        if self.is_described:
+            return
         owner = Owner(os.getpid(), socket.gethostname(), boot_id(), store, time.time())
-        with open(PRIVATE.create(str(self.path / OWNER), os.O_WRONLY | os.O_TRUNC), "w") as file:
+        flags = os.O_WRONLY | os.O_TRUNC
+        with telling_if_full(self.path, PAGE_NBYTES), open(PRIVATE.create(str(self.path / OWNER), flags), "w") as file:
             json.dump(vars(owner), file)
         self.is_described = True
 
@@ -298,11 +306,11 @@ def make_rank_directory(root: str, run_id: str, generation: int, rank: int, stor
     try:
         made.clear()  # files of a life of this generation that ended before anybody knew of it
         made.describe(store)
-    except OSError as error:
-        if error.errno not in FULL:
-            made.remove()
-            raise
+    except MemoryFullError as error:
         log.info("%s: the owner is written down when there is room: %s", path, error)
+    except OSError:
+        made.remove()
+        raise
     return made
 
 

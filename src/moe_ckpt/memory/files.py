@@ -19,7 +19,7 @@ import torch
 from moe_ckpt.errors import ConfigError, DamagedError, MemoryFullError
 from moe_ckpt.format.shard import SliceEntry
 from moe_ckpt.format.slot import SlotHeader
-from moe_ckpt.memory.arena import ARENA, COPIES, FULL, Arena, Buffer
+from moe_ckpt.memory.arena import ARENA, COPIES, Arena, Buffer
 from moe_ckpt.memory.directory import (
     DIVERGED,
     RankDirectory,
@@ -34,7 +34,7 @@ from moe_ckpt.memory.directory import (
     remove_empty,
     said_holder,
 )
-from moe_ckpt.memory.mapping import PAGE_NBYTES, Identity, identity
+from moe_ckpt.memory.mapping import Identity, identity
 from moe_ckpt.memory.slot import COPY_PREFIX, HEADER_SUFFIX, OWN_PREFIX, Slot, forget_starts, set_aside
 from moe_ckpt.storage.local import free_bytes
 from moe_ckpt.threads import ThreadName, named_thread
@@ -176,13 +176,7 @@ class MemoryFiles:
 
     def describe(self) -> None:
         """Writes down who owns the slots, before one is sealed. Raises ``MemoryFullError`` if there is no room."""
-        if not self._own.is_described:
-            try:
-                self._own.describe(self._store)
-            except OSError as error:
-                if error.errno not in FULL:
-                    raise
-                raise MemoryFullError(str(self.path), PAGE_NBYTES, free_bytes(str(self.path))) from error
+        self._own.describe(self._store)
 
     def shrink(self) -> bool:
         """Gives unused memory at the arena's end back to the file system; False if there is none. On any thread."""

@@ -5,16 +5,15 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import shutil
 import weakref
 from pathlib import Path
 
 import torch
 
-from moe_ckpt.errors import DamagedError, MemoryFullError, MemoryGoneError
+from moe_ckpt.errors import DamagedError, MemoryGoneError
 from moe_ckpt.format.shard import MAX_HEADER_BYTES
 from moe_ckpt.format.slot import SlotHeader, decode_slot
-from moe_ckpt.memory.arena import ARENA, COPIES, FULL, Arena, Buffer
+from moe_ckpt.memory.arena import ARENA, COPIES, Arena, Buffer, telling_if_full
 from moe_ckpt.memory.mapping import Identity, Pages, identity, identity_at
 from moe_ckpt.storage.local import PRIVATE, read_up_to
 
@@ -118,14 +117,12 @@ class Slot:
         try:
             with contextlib.suppress(FileNotFoundError):
                 self.path.with_name(_SPARE).rename(unfinished)
-            with open(PRIVATE.create(str(unfinished), os.O_WRONLY), "wb") as file:
+            full = telling_if_full(self.path.parent, len(header))
+            with full, open(PRIVATE.create(str(unfinished), os.O_WRONLY), "wb") as file:
                 file.write(header)
                 file.truncate()
-        except OSError as error:
+        except OSError:
             unfinished.unlink(missing_ok=True)
-            if error.errno in FULL:
-                free = shutil.disk_usage(self.path.parent).free
-                raise MemoryFullError(str(self.path.parent), len(header), free) from error
             raise
         unfinished.rename(self.path.with_suffix(HEADER_SUFFIX))
 

@@ -92,26 +92,13 @@ class _Copies:
 
 
 class _Sender:
-    """Sends this rank's copies to one peer, one after the other, on a separate thread."""
+    """Sends the copies of ``owner`` to one peer, one after the other, on a separate thread."""
 
-    def __init__(
-        self,
-        roster: Roster,
-        peer: int,
-        timeout_secs: float,
-        cutter: Cutter,
-        lag: Callable[[], int],
-        gate: TransferGate | None,
-    ) -> None:
-        self.peer = peer
-        self.lost = ""
+    def __init__(self, owner: Replicator, peer: int) -> None:
+        self.peer, self.lost = peer, ""
         self.sent_bytes = self.saved_bytes = 0
         self.rates: deque[float] = deque(maxlen=_RECENT_COPIES)
-        self._roster = roster
-        self._timeout_secs = timeout_secs
-        self._cutter = cutter
-        self._lag = lag
-        self._gate = gate
+        self._owner, self._roster = owner, owner.roster
         self._said: set[Status] = set()
         self._queue: queue.SimpleQueue[_Copies | None] = queue.SimpleQueue()
         self.thread = named_thread(ThreadName.REPLICATE, self._run, suffix=f"-to-{peer}")
@@ -126,8 +113,8 @@ class _Sender:
         link = Link(roster.generation, roster.rank, self.peer)
         address = roster.addresses[self.peer]
         try:
-            wire = connect(address, roster.secret, link, self._timeout_secs, lambda: self._cutter.is_over)
-            self._cutter.add(wire)
+            cutter = self._owner.cutter
+            wire = cutter.add(connect(address, roster.secret, link, self._owner.timeout_secs, lambda: cutter.is_over))
         except OSError as error:
             self._give_up(error)
         while (copies := self._queue.get()) is not None:
@@ -161,18 +148,17 @@ class _Sender:
         copies.answered(accepted=held)
 
     def _held_back(self, nbytes: int) -> GatedTransfer | None:
-        if self._gate is None:
-            return None
+        gate = self._owner.gate
         rate = median(tuple(self.rates)) if self.rates else None
-        return self._gate.send(nbytes, rate, _PATIENCE * self._timeout_secs)
+        return None if gate is None else gate.send(nbytes, rate, _PATIENCE * self._owner.timeout_secs)
 
     def _give_up(self, error: OSError, step: int | None = None) -> None:
         what = "it did not connect" if step is None else f"it did not take the copy of step {step}"
         self.lost = f"{what}: {type(error).__name__}: {error}"
-        if not self._cutter.is_over:
+        if not self._owner.cutter.is_over:
             log.warning(
                 "rank %d gets no more copies of rank %d until the run is restarted: %s (%d steps behind)",
-                *(self.peer, self._roster.rank, str(error), self._lag()),
+                *(self.peer, self._roster.rank, str(error), self._owner.lag_steps),
             )
 
     def _say_refused(self, answer: Answer, step: int) -> None:
@@ -201,6 +187,10 @@ class Replicator:
         make: Makes a slot in this rank's memory directory.
         timeout_secs: Longest time in which a peer takes or gives no byte.
         gate: Holds sends back; None: they go at once.
+
+    Attributes:
+        cutter: Ends all connections at the end.
+        store: Keeps the copies of other ranks.
     """
 
     def __init__(
@@ -211,9 +201,8 @@ class Replicator:
         timeout_secs: float,
         gate: TransferGate | None = None,
     ) -> None:
-        self.roster = roster
-        self._timeout_secs = timeout_secs
-        self._cutter = Cutter()
+        self.roster, self.timeout_secs, self.gate = roster, timeout_secs, gate
+        self.cutter = Cutter()
         self._newest_step: int | None = None
         self._copied_step: int | None = None
         self._open = 0
@@ -223,30 +212,26 @@ class Replicator:
         self._receivers: list[threading.Thread] = []
         self._accepting = named_thread(ThreadName.REPLICATE, self._accept, listener, sources)
         self._accepting.start()
-        self._senders = [
-            _Sender(roster, peer, timeout_secs, self._cutter, lambda: self.lag_steps, gate)
-            for peer in roster.placement.peers_of[roster.rank]
-        ]
+        self._senders = [_Sender(self, peer) for peer in roster.placement.peers_of[roster.rank]]
 
     # --- as a source ---
 
-    def submit(self, sequence: int, *shares: SealedSlot | None) -> Future[int]:
+    def submit(self, sequence: int, *shares: SealedSlot) -> Future[int]:
         """Sends a snapshot's sealed slots to this rank's peers.
 
         Args:
             sequence: Of the snapshot; greater than all before, equal on every rank.
-            shares: Slots to send, one after the other; None if this rank has nothing to send.
+            shares: Slots to send, one after the other; none if this rank has nothing to send.
 
         Returns:
             A future: the number of peers that hold verified, sealed copies of all slots, once each of them has answered
             or is given up. The slots must not change until it is done.
         """
-        slots = tuple(share for share in shares if share is not None)
-        if not slots or not self._senders:
+        if not shares or not self._senders:
             nothing: Future[int] = Future()
             nothing.set_result(0)
             return nothing
-        copies, step = _Copies(sequence, slots, len(self._senders)), slots[-1].step
+        copies, step = _Copies(sequence, shares, len(self._senders)), shares[-1].step
         with self._lock:
             self._newest_step = step
             self._copied_step = step - 1 if self._copied_step is None else self._copied_step
@@ -314,9 +299,7 @@ class Replicator:
         try:
             while awaited:
                 try:
-                    connection = listener.accept(
-                        roster.secret, roster.generation, awaited, lambda: self._cutter.is_over
-                    )
+                    connection = listener.accept(roster.secret, roster.generation, awaited, lambda: self.cutter.is_over)
                 except StaleHelloError as error:
                     log.warning("copies of %s were refused", str(error))
                 except OSError as error:
@@ -326,7 +309,7 @@ class Replicator:
                         return
                     wire, link = connection
                     del awaited[link.source]
-                    source = self._cutter.add(wire), link
+                    source = self.cutter.add(wire), link
                     thread = named_thread(ThreadName.REPLICATE, self._receive, *source, suffix=f"-from-{link.source}")
                     with self._lock:
                         self._receivers.append(thread)
@@ -336,9 +319,9 @@ class Replicator:
 
     def _receive(self, wire: Wire, link: Link) -> None:
         try:
-            CopyReceiver(wire, link, self.roster.run_id, self.store, _PATIENCE * self._timeout_secs).run()
+            CopyReceiver(wire, link, self.roster.run_id, self.store, _PATIENCE * self.timeout_secs).run()
         except OSError as error:
-            if not self._cutter.is_over:
+            if not self.cutter.is_over:
                 log.warning("rank %d accepts no more copies of rank %d: %s", link.holder, link.source, str(error))
         finally:
             wire.cut()
@@ -360,7 +343,7 @@ class Replicator:
             sender.put(None)
         if timeout_secs > 0:
             self._join(timeout_secs)
-        self._cutter.cut_all()
+        self.cutter.cut_all()
         self.store.close()
         return self._join(_CUT_SECS)
 

@@ -137,7 +137,7 @@ def _comes_back_to(run: Run, older: Manifest) -> None:
         ),
     ],
 )
-@pytest.mark.quick("0-flipped-expert0", "2-missing-non_expert0")
+@pytest.mark.quick("0-flipped-expert0", "1-flipped-expert", "2-missing-non_expert0")
 def test_an_older_window_stands_in_for_a_damaged_one(killed, slot, how, kind):
     newest, older, _ = manifests(killed.store)
     [path] = [path for path in _files(newest, slot) if path.rpartition("/")[2].startswith(f"rank_00000_{kind}.")]

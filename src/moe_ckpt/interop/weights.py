@@ -119,23 +119,19 @@ def open_source(path: str, directory: str | None) -> WeightSource:
     Raises:
         StoreError: It is not there, or damaged.
     """
+    storage, _ = locate(path)
     if directory is not None:
-        reader = StoreReader(locate(path)[0])
+        reader = StoreReader(storage)
         return StoreSource(reader, reader.manifest(directory))
-    if _is_one_file(path):
-        parent, _, name = _absolute(path).rpartition("/")
+    if _is_one_file(storage):
+        parent, _, name = storage.root.rpartition("/")
         return FileSource(open_storage(parent or "/"), [name], path)
-    storage = open_storage(_absolute(path))
     return FileSource(storage, model_files(storage), path)
 
 
-def _is_one_file(path: str) -> bool:
-    """Whether it is a safetensors file, and no directory of that name."""
-    return path.endswith(SUFFIX) and not open_storage(_absolute(path)).list()
-
-
-def _absolute(path: str) -> str:
-    return path if "://" in path else os.path.realpath(os.path.expanduser(path))
+def _is_one_file(storage: Storage) -> bool:
+    """Whether the root is a safetensors file, and no directory of that name."""
+    return storage.root.endswith(SUFFIX) and not storage.list()
 
 
 def choose(path: str, option: str = "weights_from") -> tuple[str | None, str]:
@@ -155,7 +151,7 @@ def choose(path: str, option: str = "weights_from") -> tuple[str | None, str]:
     if step is not None:
         require_dense(open_store(path)[0].manifest(step))
         return step, ""
-    if _is_one_file(path):
+    if _is_one_file(storage):
         return None, ""
     reader = StoreReader(storage)
     if not reader.directories():

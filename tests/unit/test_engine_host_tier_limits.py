@@ -18,7 +18,7 @@ from moe_ckpt.format.shard import SliceEntry
 from moe_ckpt.memory.arena import Arena, Buffer
 from moe_ckpt.policies import Dense, MoC
 from moe_ckpt.policies.base import PolicyContext
-from moe_ckpt.reading.shared_reading import as_values
+from moe_ckpt.reading.slices import as_values
 from moe_ckpt.recovery.resume import resume_newest
 from moe_ckpt.storage import LocalStorage
 from moe_ckpt.tiers import host_memory

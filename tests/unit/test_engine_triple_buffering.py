@@ -15,7 +15,7 @@ from moe_ckpt.format.manifest import parse_step_dir
 from moe_ckpt.ledger.retention import RetentionPolicy
 from moe_ckpt.policies import MoC
 from moe_ckpt.reading.reader import StoreReader, check_checkpoint, choose
-from moe_ckpt.reading.shared_reading import as_values
+from moe_ckpt.reading.slices import as_values
 from moe_ckpt.storage import LocalStorage
 from moe_ckpt.testing import FaultyStorage
 from moe_ckpt.tiers import host_memory

@@ -21,7 +21,6 @@ import numpy as np
 import torch
 import xxhash
 
-from moe_ckpt.format.shard import TORCH_DTYPES, SliceEntry
 from moe_ckpt.memory.directory import this_machine
 from moe_ckpt.ports import Communicator, StateTensor
 from moe_ckpt.reading.index import StoredSlice
@@ -37,7 +36,7 @@ from moe_ckpt.reading.reading_shares import (
     route_of,
 )
 from moe_ckpt.reading.restore import StoredByKey, Targets, needed_slices, targets_of, write_slice, write_targets
-from moe_ckpt.reading.slices import in_order
+from moe_ckpt.reading.slices import as_values, in_order
 from moe_ckpt.reading.together import NotUsableError, raise_on_all_ranks, together
 
 log = logging.getLogger("moe_ckpt")
@@ -371,10 +370,8 @@ class _Handing:
             self.problem = self.problem or part.slices[0].damaged(f"rank {part.reader} could not read it")
             return
         for stored, received in part.blocks(data):
-            if (
-                part.reader != self._comm.rank
-                and xxhash.xxh3_64_intdigest(received.numpy().data) != stored.entry.checksum
-            ):
+            comes = part.reader != self._comm.rank
+            if comes and xxhash.xxh3_64_intdigest(received.numpy().data) != stored.entry.checksum:
                 log.warning(
                     "slice %s of %s did not arrive from rank %d as it was written; it is read from storage",
                     *(stored.entry.name, stored.path, part.reader),
@@ -383,15 +380,3 @@ class _Handing:
             values = as_values(stored.entry, received)
             self.attempt(partial(write_slice, stored, values, self.targets.get(stored, ())))
             self.done.add(stored)
-
-
-def _is_as_written(stored: StoredSlice, data: torch.Tensor) -> bool:
-    return xxhash.xxh3_64_intdigest(data.numpy().data) == stored.entry.checksum
-
-
-def as_values(entry: SliceEntry, data: torch.Tensor) -> torch.Tensor:
-    """Returns the bytes of a slice as a tensor of its type and shape: a view, or a copy if they are not aligned."""
-    dtype = TORCH_DTYPES[entry.dtype]
-    if data.data_ptr() % dtype.itemsize or data.storage_offset() % dtype.itemsize:
-        data = data.clone()
-    return data.view(dtype).view(entry.shape)

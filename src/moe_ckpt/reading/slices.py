@@ -10,7 +10,7 @@ import torch
 import xxhash
 
 from moe_ckpt.errors import DamagedError, StoreError, StoreForbiddenError, StoreUnreadableError
-from moe_ckpt.format.shard import TORCH_DTYPES
+from moe_ckpt.format.shard import TORCH_DTYPES, SliceEntry
 from moe_ckpt.ledger.coverage import Box
 from moe_ckpt.memory.left_slots import READERS
 from moe_ckpt.memory.mapping import page_locked
@@ -25,10 +25,6 @@ RUN_NBYTES = 4 << 20
 """Neighbouring slices are read in one call up to this size, which bounds a thread's memory unless one slice is larger.
 It is large enough for a storage that answers slowly, and so small that the allocator uses the memory of the last read
 again, which the kernel need not clear: reads of 64 MiB take four times as long."""
-
-
-_Raw = bytearray | memoryview | torch.Tensor
-"""Bytes of a run; a tensor (uint8) where they were copied for a GPU, which torch must know to lend its memory again."""
 
 
 def read_run(
@@ -48,18 +44,18 @@ def read_run(
     """
     first = run[0]
     raw = _read(storage, first, first.offset, sum(stored.nbytes for stored in run))
-    for stored in run:
-        begin = stored.offset - first.offset
+    begins = [stored.offset - first.offset for stored in run]
+    for stored, begin in zip(run, begins, strict=True):
         with memoryview(raw) as view, view[begin : begin + stored.nbytes] as part:
             if len(part) < stored.nbytes:
                 raise stored.damaged(f"truncated: {len(part):,} of {stored.nbytes:,} bytes are there")
             if stored not in verified:
                 _compare(stored, xxhash.xxh3_64_intdigest(part))
+    data = torch.frombuffer(raw, dtype=torch.uint8) if len(raw) else torch.empty(0, dtype=torch.uint8)
     if locked and 0 < len(raw) <= RUN_NBYTES:
-        data: _Raw = page_locked(torch.frombuffer(raw, dtype=torch.uint8))
-    else:
-        data = raw
-    return [(stored, _as_tensor(stored, data, stored.offset - first.offset)) for stored in run]
+        data = page_locked(data)  # a tensor, which torch must know to lend its memory again
+    blocks = (data[begin : begin + stored.nbytes] for stored, begin in zip(run, begins, strict=True))
+    return [(stored, as_values(stored.entry, values)) for stored, values in zip(run, blocks, strict=True)]
 
 
 def find_damage(
@@ -167,17 +163,12 @@ def runs_of(slices: Iterable[StoredSlice]) -> Iterator[list[StoredSlice]]:
         yield run
 
 
-def _as_tensor(stored: StoredSlice, raw: _Raw, begin: int) -> torch.Tensor:
-    """Returns a tensor over bytes of ``raw``, which it keeps alive."""
-    entry = stored.entry
+def as_values(entry: SliceEntry, data: torch.Tensor) -> torch.Tensor:
+    """Returns the bytes of a slice as a tensor of its type and shape: a view, or a copy if they are not aligned."""
     dtype = TORCH_DTYPES[entry.dtype]
-    if not stored.nbytes:
-        return torch.empty(entry.shape, dtype=dtype)
-    if isinstance(raw, torch.Tensor):
-        flat = raw[begin : begin + stored.nbytes]
-    else:
-        flat = torch.frombuffer(raw, dtype=torch.uint8, offset=begin, count=stored.nbytes)
-    return flat.view(dtype).reshape(entry.shape)
+    if data.data_ptr() % dtype.itemsize or data.storage_offset() % dtype.itemsize:
+        data = data.clone()
+    return data.view(dtype).view(entry.shape)
 
 
 def block(tensor: torch.Tensor, offsets: tuple[int, ...], box: Box) -> torch.Tensor:

@@ -9,7 +9,6 @@ from torch import nn
 from moe_ckpt.errors import UnsupportedError
 from moe_ckpt.megatron.blocks import BlockPart, placed_blocks
 from moe_ckpt.megatron.inventory import (
-    Sharding,
     _require_known_state,
     non_expert_group,
     sharded,
@@ -46,7 +45,7 @@ def test_ranks_blocks_put_together_are_the_whole(dim, gated):
     for rank in range(ranks):
         halves = whole.chunk(2, dim) if gated else [whole]
         mine = torch.cat([half.chunk(ranks, dim)[rank] for half in halves], dim).contiguous()
-        shape, axes = sharded(tuple(mine.shape), dim, Sharding(rank, ranks), gated)
+        shape, axes = sharded(tuple(mine.shape), dim, rank, ranks, gated=gated)
         assert shape == (8, 8)
         part = BlockPart("w", shape, 0, axes)
         for placed in placed_blocks(part, 0, part.stop):

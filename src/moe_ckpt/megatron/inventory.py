@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from moe_ckpt.errors import ConfigError, UnsupportedError
-from moe_ckpt.megatron.blocks import Axis, AxisSegment, BlockPart, straight
+from moe_ckpt.megatron.blocks import Axis, AxisSegment, BlockPart, Shape, straight
 from moe_ckpt.megatron.compat import megatron_core
 from moe_ckpt.megatron.world import Owner
 
@@ -67,14 +67,6 @@ class LiveParameter:
     @property
     def is_expert(self) -> bool:
         return None not in self.owners[0]
-
-
-@dataclass(frozen=True)
-class Sharding:
-    """The place of this rank in tensor parallelism: of experts or of everything else."""
-
-    rank: int
-    size: int
 
 
 @dataclass(frozen=True)
@@ -256,7 +248,7 @@ class _Chunk:
         state = core.parallel_state
         self._model, self._unread = model, unread
         groups = state.get_tensor_model_parallel_group(), state.get_expert_tensor_parallel_group()
-        self._dense, self._expert = (Sharding(group.rank(), group.size()) for group in groups)
+        self._dense, self._expert = ((group.rank(), group.size()) for group in groups)
         self._modules = dict(model.named_modules())
         self._renamed = {
             name: re.sub(r"\d+$", str(number - 1), name)  # of the whole model; Megatron counts from 1
@@ -323,17 +315,18 @@ class _Chunk:
 
     def _dense_axes(
         self, name: str, parameter: nn.Parameter, *, is_interleaved: bool
-    ) -> tuple[tuple[int, ...], tuple[Axis, ...]]:
+    ) -> tuple[Shape, tuple[Axis, ...]]:
         """Returns (global shape, axes) of a parameter that is no expert's."""
-        dim = self._split_dim(name, parameter)
-        sharding = Sharding(0, 1) if dim is None else self._dense
-        gated = dim is not None and self._is_gated(name, parameter.shape[dim])
-        if sharding.size > 1 and int(getattr(parameter, "partition_stride", 1)) != 1 and not gated:
+        dim, shape = self._split_dim(name, parameter), tuple(parameter.shape)
+        if dim is None:
+            return shape, straight(shape)
+        gated = self._is_gated(name, shape[dim])
+        if self._dense[1] > 1 and int(getattr(parameter, "partition_stride", 1)) != 1 and not gated:
             raise UnsupportedError(
                 f"{name} is split over tensor-parallel ranks with stride above 1, so it is not known which rows of the "
                 "whole these are. Use tensor parallelism 1."
             )
-        return sharded(tuple(parameter.shape), dim or 0, sharding, gated and not is_interleaved)
+        return sharded(shape, dim, *self._dense, gated=gated and not is_interleaved)
 
     def _interleaving_of_shared(self, name: str, parameter: nn.Parameter) -> str:
         """Returns ``_interleaving`` of a parameter that is no expert's: empty, except for shared experts."""
@@ -359,7 +352,7 @@ class _Chunk:
         if not getattr(parameter, "tensor_model_parallel", False):
             return None
         dim = int(getattr(parameter, "partition_dim", -1))
-        if dim < 0 and self._dense.size > 1:
+        if dim < 0 and self._dense[1] > 1:
             raise UnsupportedError(
                 f"{name} ({type(self._modules[module]).__name__}) is divided over tensor-parallel ranks, but its axis "
                 "(partition_dim) is not set, so the whole cannot be assembled. Use tensor parallelism 1."
@@ -406,10 +399,10 @@ class _Chunk:
                 "SequentialMLP (local_experts), GroupedMLP (weight1, weight2) and TEGroupedMLP (linear_fc1.weight0)."
             )
         if suffix.startswith("linear_fc1"):  # split by rows
-            whole, axes = sharded(shape, 0, self._expert, gated and not interleaving)
+            whole, axes = sharded(shape, 0, *self._expert, gated=gated and not interleaving)
             suffix += interleaving
         elif len(shape) > 1:  # split by columns
-            whole, axes = sharded(shape, 1, self._expert, gated=False)
+            whole, axes = sharded(shape, 1, *self._expert, gated=False)
         else:  # a bias is added after the sum over ranks, so it is alike on all
             whole, axes = shape, straight(shape)
         axes, size = axes[::-1] if is_transposed else axes, prod(shape)
@@ -430,15 +423,13 @@ class _Chunk:
         return (indices[local],)
 
 
-def sharded(
-    shape: tuple[int, ...], dim: int, sharding: Sharding, gated: bool
-) -> tuple[tuple[int, ...], tuple[Axis, ...]]:
-    """Returns (shape of the whole, axes of the block) of a block of ``shape``, one of ``sharding.size`` along ``dim``.
+def sharded(shape: Shape, dim: int, rank: int, size: int, *, gated: bool) -> tuple[Shape, tuple[Axis, ...]]:
+    """Returns (shape of the whole, axes of the block) of block number ``rank`` of ``size`` along ``dim``.
 
     Args:
+        shape: Of the block.
         gated: The block has two parts of equal size: its shares of the whole's two halves, which are split separately.
     """
-    rank, size = sharding.rank, sharding.size
     if size == 1:
         return shape, straight(shape)
     whole = (*shape[:dim], shape[dim] * size, *shape[dim + 1 :])

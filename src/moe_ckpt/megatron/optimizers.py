@@ -193,8 +193,8 @@ class StepWatch:
     ) -> None:
         self._optimizer, self._stopwatch = optimizer, stopwatch
         self._before, self._after, self._note = before, after, note
-        self._begun: set[int] = set()
-        self._ended: set[int] = set()
+        self._ended: dict[int, bool] = {}
+        """By ``id`` of each inner optimizer that has begun to write in this step: whether it has ended."""
         self.updated = True
         self._steps = 0
         self._undo = ExitStack()
@@ -207,7 +207,6 @@ class StepWatch:
         with self._stopwatch:
             self._before()
             self._note(Moment.REDUCING)
-        self._begun.clear()
         self._ended.clear()
         try:
             result = step(*args, **kwargs)
@@ -222,15 +221,15 @@ class StepWatch:
         return result
 
     def _begins(self, inner: Any, *_: Any) -> None:
-        self._begun.add(id(inner))
+        self._ended[id(inner)] = False
         self._note(Moment.WRITING)
 
     def _ends(self, inner: Any, *_: Any) -> None:
-        self._ended.add(id(inner))
+        self._ended[id(inner)] = True
 
     def _end_alone(self) -> None:
         """Completes a step that raised, unless an inner optimizer was in the middle of its own."""
-        if not self._begun or self._begun != self._ended:
+        if not self._ended or not all(self._ended.values()):
             return
         try:
             finish_update(self._optimizer, self._ended)

@@ -211,6 +211,20 @@ def test_a_copy_of_the_model_is_a_model_by_itself(tmp_path: Path, policy):
         assert record.routed_tokens == 3 * 4 * 2 * 2, "steps, rows, layers, experts of each"
 
 
+def test_tokens_of_a_step_without_an_update_do_not_count(tmp_path: Path):
+    """Whether the loop says so, or no optimizer stepped, as after an overflow."""
+    model, optimizer = made()
+    routed = []
+    with moe_ckpt.attach(model, optimizer, policy=MoC(k=1), dirpath=tmp_path / "store") as ckpt:
+        ckpt.resume()
+        for number, updated in enumerate((True, False, None, True), 1):
+            model(torch.randn(4, plain_run.WIDTH)).sum().backward()
+            if updated:
+                optimizer.step()
+            routed.append(ckpt.after_step(number, updated=updated).routed_tokens)
+    assert routed == [16, 16, 16, 32], "rows, layers, experts of each"
+
+
 def test_another_size_of_batches_is_told(tmp_path: Path, caplog):
     for size in (2, 2, 4):
         caplog.clear()

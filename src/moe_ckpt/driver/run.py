@@ -345,9 +345,7 @@ class Driver:
             ReplayDivergedError: The replayed step differs from the recorded one.
         """
         self.lifecycle.move(Action.STEP, "after_update()")
-        step = self._host.step
-        if self.boost is not None:
-            tokens = self.boost.step_ends(tokens, applied=updated)
+        step, tokens = self._host.step, self._final(tokens, updated=updated)
         if self.restored is not None and self.restored.plain:
             self.restored = replace(self.restored, plain={})
         if self.replaying is not None:
@@ -359,9 +357,14 @@ class Driver:
 
     def count(self, tokens: Deferred[StepTokens], *, updated: bool) -> None:
         """Counts the newest step, after whose update training stops, so that ``survive`` can seal it."""
+        tokens = self._final(tokens, updated=updated)
+        self.session.stops_after(self._host.step, tokens, self._capture, updated=updated)
+
+    def _final(self, tokens: Deferred[StepTokens], *, updated: bool) -> Deferred[StepTokens]:
+        """Returns the tokens of a step that ended: with those still to make up, and none applied without an update."""
         if self.boost is not None:
             tokens = self.boost.step_ends(tokens, applied=updated)
-        self.session.stops_after(self._host.step, tokens, self._capture, updated=updated)
+        return tokens if updated else tokens.then(StepTokens.left_out)
 
     def _capture(self, *, described: bool = False) -> Mapping[str, Any]:
         """Returns the plain state: that of ``Host.capture``, with entries of guests."""

@@ -420,7 +420,7 @@ def end_iteration(
     ckpt._host.loop.count_iteration("after_step", iteration, consumed_samples, counters)
     ckpt._host.generators.record()
     tokens = ckpt._counter.take(iteration if updated and not ckpt.replaying else None)
-    return tokens.then(lambda routed: routed.of_iteration(updated))
+    return tokens.then(StepTokens.with_assigned)
 
 
 def _metrics() -> tuple[Any, Sequence[Observer]]:

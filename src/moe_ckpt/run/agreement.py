@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import islice
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -190,9 +190,13 @@ class StepTokens:
     def popularity(self) -> Counts:
         return self.applied if self.assigned is None else self.assigned
 
-    def of_iteration(self, updated: bool) -> StepTokens:
-        """Returns the tokens with ``assigned``, which all ranks have or none. Without an update none are applied."""
-        return StepTokens(self.applied * int(updated), self.soft, self.popularity, self.deficit)
+    def with_assigned(self) -> StepTokens:
+        """Returns the tokens with ``assigned``, which all ranks have or none."""
+        return replace(self, assigned=self.popularity)
+
+    def left_out(self) -> StepTokens:
+        """Returns the tokens of a step whose update was left out: none are applied."""
+        return replace(self, applied=np.zeros_like(self.applied))
 
     def joined(self) -> Counts:
         """Returns all counts in one array, for ``split``."""

@@ -221,6 +221,7 @@ class Interception:
             call = _Call(original, args, kwargs)
             return intercepted(name, call) if self._is_ours() else call.make()
 
+        # One object for both: P2POp compares the function that it is given with the other module's.
         for module in (dist, distributed_c10d):  # the latter's functions call each other by its names
             if getattr(module, name, None) is original:
                 setattr(module, name, ours)

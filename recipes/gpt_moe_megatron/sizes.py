@@ -19,9 +19,9 @@ if __name__ == "__main__":  # run by its path, a script does not find the rest o
 from moe_ckpt.core.placement import everywhere
 from moe_ckpt.policies import Dense, MoC, MoEvement
 from moe_ckpt.policies.base import Measured, ModelFacts, Policy, PolicyContext, RunFacts
-from moe_ckpt.policies.window_report import WindowReport
+from moe_ckpt.policies.moevement import WindowReport
 from moe_ckpt.tables import print_table
-from moe_ckpt_sim.planner.window_text import facts_of, heaviest_by_size
+from moe_ckpt_sim.planner.window_text import costs_of, facts_of, heaviest_by_size
 from recipes.gpt_moe_megatron.config import RunConfig
 from recipes.gpt_moe_megatron.counting import Precision, RankCount, WholeModel, rank_counts, whole_model
 
@@ -107,8 +107,8 @@ def facts(run: RunConfig, args: argparse.Namespace) -> dict[str, Any]:
         "moc_k": args.k,
         "moevement": {
             **{k: v for k, v in facts_of(report).items() if k not in ("slots", "frequencies")},
-            "slot_bytes": [slot.nbytes for slot in report.slots],
-            "slot_rank_bytes": [slot.rank_bytes for slot in report.slots],
+            "slot_bytes": [slot.nbytes for slot in costs_of(report)],
+            "slot_rank_bytes": list(report.rank_bytes),
             "bandwidth_by_window": {
                 size: nbytes / run.parallel.ranks / args.iteration_secs
                 for size, nbytes in enumerate(heaviest_by_size(report, compared), start=1)

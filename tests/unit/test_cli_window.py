@@ -15,8 +15,7 @@ from moe_ckpt.core.operators import expert_id, gate_id
 from moe_ckpt.core.placement import everywhere
 from moe_ckpt.core.window import OperatorBytes, Window, slot_bytes
 from moe_ckpt.format.manifest import LayerRecord
-from moe_ckpt.policies.moevement import MoEvement
-from moe_ckpt.policies.window_report import WindowReport
+from moe_ckpt.policies.moevement import MoEvement, WindowReport
 from moe_ckpt.reading.reader import open_step
 from moe_ckpt_sim.commands import window as command
 from moe_ckpt_sim.commands.window_model import catalog_of, sizes_of

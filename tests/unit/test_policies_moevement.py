@@ -16,7 +16,7 @@ from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies.base import Measured, Policy
 from moe_ckpt.policies.moevement import FIRST_SLOTS, PROFILE_STEPS, MoEvement
 from moe_ckpt.policies.popularity import ORDERS
-from moe_ckpt_sim.planner.window_text import facts_of, heaviest_by_size, sentences, table
+from moe_ckpt_sim.planner.window_text import costs_of, facts_of, heaviest_by_size, sentences, table
 from tests.support.constants import with_constants
 from tests.unit.builders import catalog, context
 from tests.unit.builders import memory as in_memory
@@ -68,6 +68,10 @@ class Run:
 
 def sizes_of(plans):
     return [plan.window.size if plan else 0 for plan in plans]
+
+
+def heaviest_of(report):
+    return max(slot.nbytes for slot in costs_of(report))
 
 
 def is_dense(plan, operators=ALL):
@@ -211,7 +215,7 @@ def test_what_fits_is_rate_times_time_times_ranks_by_the_slower_rate():
     for policy, measured, ranks, *fraction in limits:  # 72 bytes each, all ranks together
         known = {"ranks": ranks, "budget_fraction": fraction[0] if fraction else 1.0}
         report = policy.explain(facts(measured=measured, **known))
-        assert (report.size, report.heaviest_bytes, report.fits) == (2, 72, True)
+        assert (report.size, heaviest_of(report), report.fits) == (2, 72, True)
         assert report.limit_bytes * ranks == 72
         less = replace(measured, recent_iteration_secs=measured.recent_iteration_secs * 0.99)
         assert policy.plan(facts(measured=less, **known)).window.size == 3
@@ -256,7 +260,7 @@ def test_training_that_must_stall_gets_the_longest_window_and_the_report_says_by
     assert report.size == 4
     assert report.limit_bytes == 10
     assert report.fits is False
-    assert report.heaviest_bytes == 48  # 42, 48, 42 and 36 bytes
+    assert heaviest_of(report) == 48  # 42, 48, 42 and 36 bytes
     assert report.stall_secs == pytest.approx(48 / 20 - 0.5)
     assert report.mean_stall_secs == pytest.approx((42 + 48 + 42 + 36) / 4 / 20 - 0.5)
     assert report.warning == (
@@ -276,7 +280,7 @@ def test_a_stall_of_nothing_is_no_warning():
 
 def test_over_the_budget_but_within_the_iteration_is_no_stall():
     report = with_constants(MoEvement, max_window=2)().explain(facts(measured=at(100.0), budget_fraction=0.5))
-    assert (report.limit_bytes, report.heaviest_bytes, report.stall_secs) == (50, 72, 0.0)
+    assert (report.limit_bytes, heaviest_of(report), report.stall_secs) == (50, 72, 0.0)
     assert report.warning.endswith(
         "50% of an iteration (72 bytes per rank at most, 50 would fit); they still end within the iteration"
     )
@@ -414,8 +418,9 @@ def test_any_window_anchors_every_operator_once_within_its_limits(policy, known)
     slots = plan.window.slots
     assert sorted(plan.window.order) == sorted(op.id for op in known.model.catalog.operators)
     assert all(slots)
-    assert [slot.nbytes for slot in report.slots] == list(slot_bytes(slots, known.model.sizes))
-    assert [len(slots[n + 1 :]) == 0 or slot.frozen > 0 for n, slot in enumerate(report.slots)] == [True] * len(slots)
+    costs = costs_of(report)
+    assert [slot.nbytes for slot in costs] == list(slot_bytes(slots, known.model.sizes))
+    assert all(len(slots[n + 1 :]) == 0 or slot.frozen > 0 for n, slot in enumerate(costs))
     if known.run.step == 0 or known.run.last_step is None:
         assert len(slots) == 1
     elif policy.window is not None:
@@ -425,7 +430,7 @@ def test_any_window_anchors_every_operator_once_within_its_limits(policy, known)
         limit = report.limit_bytes
         if limit is not None and not report.fits:
             best = max(slot_bytes(balance(plan.window.order, known.model.sizes, policy.max_window), known.model.sizes))
-            assert report.heaviest_bytes == best > limit * known.model.placement.ranks
+            assert heaviest_of(report) == best > limit * known.model.placement.ranks
         elif limit is not None and len(slots) > 1:
             shorter = max(slot_bytes(balance(plan.window.order, known.model.sizes, len(slots) - 1), known.model.sizes))
             assert shorter > limit * known.model.placement.ranks
@@ -530,7 +535,7 @@ def test_each_pipeline_stage_is_cut_by_itself():
     assert report.size == 1
     assert MoEvement().explain(facts(measured=at(35.0), **known)).size == 2
     assert MoEvement().explain(facts(measured=at(35.0), ranks=4)).size == 1, "as if all ranks could share in it"
-    assert report.slots[0].rank_bytes == 36
+    assert report.rank_bytes[0] == 36
 
 
 def test_slots_hold_of_every_stage_what_its_ranks_can_save():
@@ -578,7 +583,7 @@ def test_a_window_grows_past_a_size_that_changes_nothing():
     owners = Placement(((0, 1, 2, 3), (0, 1, 2, 3)), (0,), (8,), expert_ranks=1)
     known = {"sizes": sizes, "ranks": 8, "placement": owners}
     two, three = (MoEvement(window=size).explain(facts(**known)) for size in (2, 3))
-    assert two.slots[0].rank_bytes == three.slots[0].rank_bytes > 25
+    assert two.rank_bytes[0] == three.rank_bytes[0] > 25
     report = MoEvement().explain(facts(measured=at(25.0), **known))
     assert report.size == 4
     assert report.fits

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from math import inf
 from typing import ClassVar
 
 from moe_ckpt.core.cadence import bytes_in_time
 from moe_ckpt.core.operators import Catalog
+from moe_ckpt.core.placement import Placement
 from moe_ckpt.core.step import SnapshotPlan
 from moe_ckpt.core.user_text import named_arguments
 from moe_ckpt.core.window import (
@@ -30,7 +32,119 @@ from moe_ckpt.errors import ConfigError
 from moe_ckpt.policies.base import NamedPolicy, Needs, PolicyContext, require_operators, require_positive, require_sizes
 from moe_ckpt.policies.popularity import ORDERS, Ordering
 from moe_ckpt.policies.selectors import storage_steps
-from moe_ckpt.policies.window_report import WindowReport
+
+_NOTICED = 0.01
+"""Least stall that is reported, as a portion of an iteration."""
+
+
+@dataclass(frozen=True)
+class WindowReport:
+    """One window of one model, with the measurements by which it was chosen (``MoEvement.explain``).
+
+    Attributes:
+        window: The window.
+        sizes: Sizes of all operators of the window.
+        placement: Ranks over which the state is divided, in each pipeline stage separately.
+        iteration_secs: Time of an iteration; None if not known.
+        bytes_per_sec: Rate of one rank, the slower of copying and committing; None if not known.
+        budget_fraction: Portion of an iteration that a snapshot may take.
+        snapshot_bytes: Most bytes of one rank's snapshot that host memory leaves room for; None if not known.
+        at_once: Number of snapshots that have so much room at once.
+        unlimited_size: W with unlimited host memory; None if not known.
+    """
+
+    window: Window
+    sizes: Mapping[str, OperatorBytes] = field(repr=False)
+    placement: Placement = field(repr=False)
+    iteration_secs: float | None = None
+    bytes_per_sec: float | None = None
+    budget_fraction: float = 1.0
+    snapshot_bytes: int | None = None
+    at_once: int = 1
+    unlimited_size: int | None = None
+
+    @cached_property
+    def rank_bytes(self) -> tuple[int, ...]:
+        """Bytes of each slot on the rank that has most."""
+        return share_bytes(self.window.slots, self.sizes, lanes_of(self.window.order, self.placement))
+
+    @property
+    def stalls_secs(self) -> tuple[float, ...]:
+        """Time by which copying or committing each slot exceeds an iteration; empty if that is not known."""
+        rate, iteration = self.bytes_per_sec, self.iteration_secs
+        if not rate or not iteration:
+            return ()
+        return tuple(max(0.0, nbytes / rate - iteration) for nbytes in self.rank_bytes)
+
+    @property
+    def size(self) -> int:
+        """W."""
+        return self.window.size
+
+    @property
+    def limit_bytes(self) -> int | None:
+        """Most bytes that one rank can save in its portion of an iteration; None if not known."""
+        return bytes_in_time(self.iteration_secs, self.bytes_per_sec, self.budget_fraction)
+
+    @property
+    def fits(self) -> bool | None:
+        """True if every slot keeps within ``limit_bytes``; None if not known."""
+        return None if self.limit_bytes is None else max(self.rank_bytes) <= self.limit_bytes
+
+    @property
+    def stall_secs(self) -> float | None:
+        """Longest stall of one iteration in seconds; None if not known."""
+        return max(self.stalls_secs, default=None)
+
+    @property
+    def mean_stall_secs(self) -> float | None:
+        """Mean stall of an iteration in seconds; None if not known."""
+        stalls = self.stalls_secs
+        return sum(stalls) / len(stalls) if stalls else None
+
+    @property
+    def warning(self) -> str | None:
+        """A sentence if snapshots take longer than they may, or host memory has no room for the best window, or None.
+
+        If the user did not limit the portion of an iteration, an unnoticeable excess is not reported.
+        """
+        warnings = [warning for warning in (self.memory_warning, self.time_warning) if warning is not None]
+        return "; ".join(warnings) if warnings else None
+
+    @property
+    def memory_warning(self) -> str | None:
+        """The part of ``warning`` that is about host memory."""
+        if self.unlimited_size in (None, self.size) or self.snapshot_bytes is None:
+            return None
+        budget = self.snapshot_bytes * self.at_once
+        return (
+            f"host memory, {budget:,} bytes per rank (host_memory_bytes), has no room for windows of "
+            f"W = {self.unlimited_size}, so W = {self.size}"
+        )
+
+    @property
+    def time_warning(self) -> str | None:
+        """The part of ``warning`` that is about the time of an iteration."""
+        if self.fits is not False or self.iteration_secs is None:
+            return None
+        stall, mean = self.stall_secs or 0.0, self.mean_stall_secs or 0.0
+        noticed = stall >= _NOTICED * self.iteration_secs
+        if not noticed and self.budget_fraction >= 1:
+            return None
+        what = f"snapshots of a window of W = {self.size} do not fit in {part_of(self.budget_fraction)}an iteration"
+        numbers = f"{max(self.rank_bytes):,} bytes per rank at most, {self.limit_bytes or 0:,} would fit"
+        cost = (
+            f"training stalls by up to {stall:.3g} s per iteration ({stall / self.iteration_secs:.0%}), "
+            f"{mean:.3g} s on average"
+            if noticed
+            else "they still end within the iteration"
+        )
+        return f"{what} ({numbers}); {cost}"
+
+
+def part_of(fraction: float) -> str:
+    return "" if fraction == 1 else f"{fraction:.0%} of "
+
 
 PROFILE_STEPS = 10
 """Number of steps for which a run measures, beside a single window. Also the number of steps after which a dense

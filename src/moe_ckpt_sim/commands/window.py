@@ -14,8 +14,7 @@ from moe_ckpt.errors import ConfigError
 
 if TYPE_CHECKING:
     from moe_ckpt.policies.base import PolicyContext
-    from moe_ckpt.policies.moevement import MoEvement
-    from moe_ckpt.policies.window_report import WindowReport
+    from moe_ckpt.policies.moevement import MoEvement, WindowReport
 
 EPILOG = """\
 examples:
@@ -95,12 +94,12 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     manifest, context = with_step(args.path, lambda reader, manifest: (manifest, context_of(reader, manifest, args)))
     policy.check(context.model.catalog)
     report = policy.explain(context)
-    least = max(slot.rank_bytes for slot in report.slots)
+    least = max(report.rank_bytes)
     if args.host_memory is not None and least > args.host_memory:
         raise ConfigError(
-            f"the heaviest snapshot of a window of W = {report.size} has {least:,} bytes on each of {report.ranks} "
-            f"ranks, but --host-memory leaves room for {args.host_memory:,}; no window does: set --host-memory to "
-            f"{least} or more"
+            f"the heaviest snapshot of a window of W = {report.size} has {least:,} bytes on each of "
+            f"{report.placement.ranks} ranks, but --host-memory leaves room for {args.host_memory:,}; no window does: "
+            f"set --host-memory to {least} or more"
         )
     if args.plot:
         _plot(report, args.plot)
@@ -147,7 +146,7 @@ def _show(directory: str, context: PolicyContext, report: WindowReport, explain:
     from moe_ckpt.tables import print_table, wrapped
     from moe_ckpt_sim.planner.window_text import sentences, table
 
-    catalog, ranks = context.model.catalog, f"{report.ranks} rank{'s' * (report.ranks > 1)}"
+    catalog, ranks = context.model.catalog, f"{report.placement.ranks} rank{'s' * (report.placement.ranks > 1)}"
     others = f"{len(catalog.always_saved)} other operators; dealt over {ranks}"
     print(wrapped(f"{directory}: {len(catalog.experts)} experts in {len(catalog.layers)} MoE layers, {others}"))
     if all(size.full == size.compute for size in context.model.sizes.values()):
@@ -168,14 +167,14 @@ def _show_choice(report: WindowReport) -> None:
     """The heaviest slot for windows of other lengths: why W is what it is."""
     from moe_ckpt.core.user_text import human_bytes
     from moe_ckpt.tables import print_table
-    from moe_ckpt_sim.planner.window_text import heaviest_by_size
+    from moe_ckpt_sim.planner import window_text
 
-    limit = report.limit_bytes
+    limit, dense_bytes = report.limit_bytes, window_text.dense_bytes(report)
     rows = []
-    for size, nbytes in enumerate(heaviest_by_size(report, _most(report)), start=1):
-        share = -(-nbytes // report.ranks)
+    for size, nbytes in enumerate(window_text.heaviest_by_size(report, _most(report)), start=1):
+        share = -(-nbytes // report.placement.ranks)
         fits = "?" if limit is None else "yes" if share <= limit else "no"
-        dense = f"{nbytes / report.dense_bytes:.1%}" if report.dense_bytes else "-"
+        dense = f"{nbytes / dense_bytes:.1%}" if dense_bytes else "-"
         rows.append((f"{size}{' *' * (size == report.size)}", human_bytes(nbytes), dense, human_bytes(share), fits))
     print_table(("at most W", "heaviest slot", "of dense", "per rank", "fits"), rows)
 
@@ -183,9 +182,9 @@ def _show_choice(report: WindowReport) -> None:
 def _show_anchors(report: WindowReport) -> None:
     from moe_ckpt.tables import wrapped
 
-    for number, slot in enumerate(report.slots):
-        names = ", ".join(slot.anchors[:_NAMES_SHOWN])
-        more = len(slot.anchors) - _NAMES_SHOWN
+    for number, anchors in enumerate(report.window.slots):
+        names = ", ".join(anchors[:_NAMES_SHOWN])
+        more = len(anchors) - _NAMES_SHOWN
         print(wrapped(f"slot {number} anchors {names}" + (f" and {more} more" if more > 0 else "")))
 
 

@@ -8,7 +8,8 @@ import numpy as np
 import numpy.typing as npt
 
 from moe_ckpt.errors import MissingPackageError
-from moe_ckpt.policies.window_report import WindowReport
+from moe_ckpt.policies.moevement import WindowReport
+from moe_ckpt_sim.planner.window_text import costs_of, dense_bytes
 
 FULL, COMPUTE, NOT_SAVED = 2, 1, 0
 COLOURS = ("#e8e8e8", "#9ec5e8", "#1f4e8c")
@@ -21,8 +22,8 @@ def fidelities(report: WindowReport) -> npt.NDArray[np.int8]:
     """``[operators, W]``: how each slot saves each operator, operators in the order in which they are anchored."""
     table = np.full((len(report.window.order), report.size), NOT_SAVED, dtype=np.int8)
     first = 0
-    for number, slot in enumerate(report.slots):
-        after = first + len(slot.anchors)
+    for number, anchors in enumerate(report.window.slots):
+        after = first + len(anchors)
         table[first:after, number] = FULL
         table[after:, number] = COMPUTE
         first = after
@@ -54,10 +55,10 @@ def plot_window(report: WindowReport, ax: Any = None) -> tuple[Any, Any]:
         height = min(12.0, 2.5 + 0.16 * min(count, MAX_ROW_LABELS))
         _, ax = plt.subplots(figsize=(max(5.0, 3.0 + 0.6 * report.size), height), layout="constrained")
     ax.imshow(table, aspect="auto", interpolation="nearest", cmap=ListedColormap(COLOURS), vmin=0, vmax=2)
-    dense = max(report.dense_bytes, 1)
+    dense, costs = max(dense_bytes(report), 1), costs_of(report)
     every = -(-report.size // 16)
     shown = range(0, report.size, every)
-    ax.set_xticks(shown, [f"{n}\n{report.slots[n].nbytes / dense:.0%}" for n in shown])
+    ax.set_xticks(shown, [f"{n}\n{costs[n].nbytes / dense:.0%}" for n in shown])
     rows = range(0, count, -(-count // MAX_ROW_LABELS))
     ax.set_yticks(rows, [report.window.order[row] for row in rows], fontsize=6)
     for at in np.arange(1, report.size) - 0.5:

@@ -72,7 +72,7 @@ def test_a_slice_is_compared_with_the_last_time_that_it_was_saved():
 def _part(kind: str, key: str, digest: int) -> SimpleNamespace:
     numbers, entries = np.zeros(1, dtype=np.int64), [SimpleNamespace(key=key, operator=GATE)]
     part = SimpleNamespace(kind=kind, cuts=(1,), slices=SimpleNamespace(entries=entries, numbers=numbers))
-    return SimpleNamespace(part=part, checksums=np.asarray([digest], dtype=np.uint64))
+    return SimpleNamespace(compiled=part, checksums=np.asarray([digest], dtype=np.uint64))
 
 
 @pytest.mark.parametrize(("logged", "shows"), [(False, STALE), (True, UNKNOWN)])
@@ -99,7 +99,7 @@ def test_a_sparse_window_is_stale_if_nothing_in_all_its_slots_has_changed(digest
         slices = SimpleNamespace(entries=entries, numbers=np.full(1, slot, dtype=np.int64))
         part = SimpleNamespace(kind="expert", cuts=(1,), slices=slices)
         contents, facts = Contents((), window=WindowPlace(1, 2, slot)), SimpleNamespace(updates=updates)
-        sealed = SimpleNamespace(part=part, checksums=np.asarray([digest], dtype=np.uint64))
+        sealed = SimpleNamespace(compiled=part, checksums=np.asarray([digest], dtype=np.uint64))
         return watch.seen(SimpleNamespace(contents=contents, facts=facts, sealed=(sealed,)))
 
     assert [seen(1, 0, 7), seen(2, 1, 7)] == [UNKNOWN, UNKNOWN], "nothing was sealed before"

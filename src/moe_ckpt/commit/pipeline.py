@@ -187,11 +187,11 @@ class Pipeline:
                 "changed by something other than the optimizer, so the update cannot be logged"
             )
         parts = parts_in(plan, buffers)
-        self._consumed = tuple(part.part for part in parts if part.part.is_consumed)
+        self._consumed = tuple(part.compiled for part in parts if part.compiled.is_consumed)
         on_device = copy_at_once(parts, side)
         if self._gate is not None:  # the next iteration begins, in which it may hold copies and sends back
             self._gate.step_begins()
-        self._copy = self._copier.start([(part.part.copies, part.memory) for part in parts], on_device=on_device)
+        self._copy = self._copier.start([(part.compiled.copies, part.memory) for part in parts], on_device=on_device)
         snapshot = Snapshot(
             identity=identity,
             contents=contents,

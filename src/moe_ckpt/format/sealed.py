@@ -7,6 +7,7 @@ the names of all parameters, tens of thousands with many experts, and is written
 from __future__ import annotations
 
 import json
+import secrets
 from collections.abc import Iterable, Mapping
 from itertools import chain, compress
 from typing import Any
@@ -17,7 +18,8 @@ from moe_ckpt.errors import DamagedError, FormatVersionError
 from moe_ckpt.format import FORMAT_VERSION
 from moe_ckpt.format.schema import MOST_DEPTH, Schema, require, shown
 
-_MARK = "moe_ckpt.fragment"
+_MARK = secrets.token_hex(16)
+"""Stands for a fragment until the document is encoded. Drawn in each process, so that no document has it."""
 
 
 class Fragment:
@@ -30,7 +32,7 @@ class Fragment:
 
     def __init__(self, value: list[Any] | dict[str, Any]) -> None:
         self.value = value
-        self.raw = _dumps(value).encode()
+        self.raw = encode_json(value)
 
     @classmethod
     def of_rows(cls, rows: bytes) -> Fragment:
@@ -79,37 +81,17 @@ def encode_json(document: Any) -> bytes:
         ValueError: it holds NaN or infinity.
         TypeError: it holds something that is neither plain data nor a fragment.
     """
-    mark = _MARK
-    while True:
-        fragments: list[Fragment] = []
-        text = _dumps(document, fragments, mark)
-        if not fragments:
-            return text.encode()
-        between = text.split(f'"{mark}"')
-        if len(between) == len(fragments) + 1:  # else a string of the document is the mark itself
-            parts = [between[0].encode()]
-            for fragment, following in zip(fragments, between[1:], strict=True):
-                parts += fragment.raw, following.encode()
-            return b"".join(parts)
-        mark += "'"
-
-
-def _dumps(document: Any, fragments: list[Fragment] | None = None, mark: str = _MARK) -> str:
-    """Returns a document as JSON, with ``mark`` in place of each fragment.
-
-    Args:
-        document: JSON-ready.
-        fragments: Receives the fragments in their order.
-        mark: See above.
-    """
+    fragments: list[bytes] = []
 
     def default(value: Any) -> str:
-        if not isinstance(value, Fragment) or fragments is None:
+        if not isinstance(value, Fragment):
             raise TypeError(f"{type(value).__name__} is no JSON")
-        fragments.append(value)
-        return mark
+        fragments.append(value.raw)
+        return _MARK
 
-    return json.dumps(document, separators=(",", ":"), allow_nan=False, default=default)
+    text = json.dumps(document, separators=(",", ":"), allow_nan=False, default=default)
+    between = map(str.encode, text.split(f'"{_MARK}"'))
+    return b"".join(chain.from_iterable(zip(between, [*fragments, b""], strict=True)))
 
 
 Chunk = bytes | bytearray | memoryview

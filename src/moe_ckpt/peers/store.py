@@ -137,15 +137,15 @@ class Incoming:
         Returns:
             The number of slices that have the same name and size here as at their source, but other bytes.
         """
-        extents, ends = self._extents, mirror.part.ends
+        extents, ends = self._extents, mirror.compiled.ends
         begins, sizes = ends - np.diff(ends, prepend=0), np.diff(ends, prepend=0)
-        order = np.argsort(mirror.part.names, kind="stable")
+        order = np.argsort(mirror.compiled.names, kind="stable")
         if not len(order):
             return 0
-        at = np.searchsorted(mirror.part.names[order], extents.names).clip(max=len(order) - 1)
+        at = np.searchsorted(mirror.compiled.names[order], extents.names).clip(max=len(order) - 1)
         candidates = order[at]
         wanted_sizes = np.asarray(extents.ends) - np.asarray(extents.begins)
-        is_present = (mirror.part.names[candidates] == extents.names) & (sizes[candidates] == wanted_sizes)
+        is_present = (mirror.compiled.names[candidates] == extents.names) & (sizes[candidates] == wanted_sizes)
         memory, differ, taken = mirror.memory.numpy().data, 0, set[int]()
         for number in np.flatnonzero(is_present).tolist():
             begin = int(begins[candidates[number]])

@@ -55,7 +55,7 @@ class Checker:
 
         Raises what ``arrive`` raises.
         """
-        checks = [[partial(_check, part, pieces, judged, arrive) for pieces in part.part.pieces] for part in parts]
+        checks = [[partial(_check, part, pieces, judged, arrive) for pieces in part.compiled.pieces] for part in parts]
         if self._pool is None:
             return [_joined([check() for check in of_part]) for of_part in checks]
         started: list[list[Future[_Checked]]] = [list(map(self._pool.submit, of_part)) for of_part in checks]
@@ -151,7 +151,7 @@ def _alike(of_types: Sequence[tuple[str, int, int]], first: int, stop: int) -> I
 
 def _check(part: SnapshotPart, pieces: Sequence[Piece], judged: Judged, arrive: Arrive) -> _Checked:
     """Checks slices of a part. On any thread."""
-    data, slices = part.memory.numpy().data, part.part.slices
+    data, slices = part.memory.numpy().data, part.compiled.slices
     arrive(part.number, pieces[-1].bounds[-1])
     digests, spoiled = bytearray(), ""
     for piece in pieces:

@@ -271,8 +271,14 @@ def transfer(source: torch.Tensor, memory: torch.Tensor, dtype: torch.dtype, sha
         dtype: Of the elements in ``memory``.
         shape: Of ``source``; (-1,) for a flat one.
     """
+    ends = _lock_ends(memory) if source.is_cuda else []
     try:
-        _transfer(source, memory, dtype, shape)
+        if not ends:
+            memory.view(dtype).view(tuple(shape)).copy_(source, non_blocking=True)
+            return
+        flat, width = source.to(dtype).contiguous().view(-1), dtype.itemsize  # CUDA refuses a copy across such an end
+        for begin, end in zip([0, *ends], [*ends, memory.numel()], strict=True):
+            memory[begin:end].view(dtype).copy_(flat[begin // width : end // width], non_blocking=True)
     except torch.OutOfMemoryError:
         say_full()
         memory.view(dtype).view(tuple(shape)).copy_(_on_host(source))
@@ -284,16 +290,6 @@ def _on_host(source: torch.Tensor) -> torch.Tensor:
     extent = 1 + sum((size - 1) * stride for size, stride in zip(source.shape, source.stride(), strict=True))
     whole = torch.empty(extent, dtype=source.dtype, device="cpu").copy_(source.as_strided((extent,), (1,)))
     return whole.as_strided(source.shape, source.stride())
-
-
-def _transfer(source: torch.Tensor, memory: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> None:
-    ends = _lock_ends(memory) if source.is_cuda else []
-    if not ends:
-        memory.view(dtype).view(tuple(shape)).copy_(source, non_blocking=True)
-        return
-    flat, width = source.to(dtype).contiguous().view(-1), dtype.itemsize  # CUDA refuses a copy across such an end
-    for begin, end in zip([0, *ends], [*ends, memory.numel()], strict=True):
-        memory[begin:end].view(dtype).copy_(flat[begin // width : end // width], non_blocking=True)
 
 
 def _lock_ends(memory: torch.Tensor) -> list[int]:

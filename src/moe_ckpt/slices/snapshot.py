@@ -56,7 +56,7 @@ class SnapshotPart:
     Attributes:
         number: In the order in which the parts are copied.
         begin: First byte in the part's buffer.
-        part: Of the plan.
+        compiled: The part of the plan.
         memory: ``[nbytes]`` uint8, the part's bytes. Of what duplicates another rank's share, a slice is used only
             if its checksum is that rank's.
         checksums: Of the slices.
@@ -66,7 +66,7 @@ class SnapshotPart:
 
     number: int
     begin: int
-    part: CompiledPart
+    compiled: CompiledPart
     memory: torch.Tensor
     checksums: Checksums = field(default_factory=lambda: np.zeros(0, dtype=np.uint64))
     header: tuple[bytes, ...] = ()
@@ -133,13 +133,13 @@ class Snapshot:
     @property
     def nbytes(self) -> int:
         """Tensor bytes that this rank writes, with gradients that it logs."""
-        parts = (part.part for part in self.parts)
+        parts = (part.compiled for part in self.parts)
         return sum(part.nbytes for part in parts if part.is_written or part.kind == GRADIENTS)
 
     @property
     def written(self) -> tuple[CompiledPart, ...]:
         """The parts that become shards."""
-        return tuple(part.part for part in self.parts if part.part.is_written)
+        return tuple(part.compiled for part in self.parts if part.compiled.is_written)
 
     def not_finite(self, *, written: bool = False) -> str:
         """Returns the key of the first slice with NaN or infinity; empty if there is none.
@@ -147,15 +147,15 @@ class Snapshot:
         Args:
             written: Look only at slices that go to storage.
         """
-        every = (sealed for sealed in self.sealed or () if sealed.part.is_written or not written)
+        every = (sealed for sealed in self.sealed or () if sealed.compiled.is_written or not written)
         return next((sealed.not_finite for sealed in every if sealed.not_finite), "")
 
     def mirrors(self) -> dict[int, list[SnapshotPart]]:
         """Returns rank -> the parts of its share of the same snapshot that this rank's state also holds."""
         mirrors: dict[int, list[SnapshotPart]] = {}
         for part in self.parts:
-            if part.part.source is not None:
-                mirrors.setdefault(part.part.source, []).append(part)
+            if part.compiled.source is not None:
+                mirrors.setdefault(part.compiled.source, []).append(part)
         return mirrors
 
 
@@ -210,8 +210,8 @@ def copy_at_once(parts: Sequence[SnapshotPart], side: list[tuple[SliceEntry, tor
     sources = {entry.name: source for entry, source in side}
     on_device = False
     for part in parts:
-        side_copies = ((entry, sources[entry.name]) for entry in part.part.side_entries())
-        on_device |= copy_here([*part.part.copies.at_once, *side_copies], part.memory)
+        side_copies = ((entry, sources[entry.name]) for entry in part.compiled.side_entries())
+        on_device |= copy_here([*part.compiled.copies.at_once, *side_copies], part.memory)
     return on_device
 
 
@@ -224,7 +224,7 @@ def seal_snapshot(snapshot: Snapshot, rank: int, world_size: int, checker: Check
     Raises:
         StoreError: Tensors changed while they were being copied.
     """
-    share = [part for part in snapshot.parts if part.part.source is None]
+    share = [part for part in snapshot.parts if part.compiled.source is None]
     checked = checker.check(share, judged_in(snapshot.state), snapshot.copy.wait_for)
     snapshot.copy.wait_on_host()
     if snapshot.copy.changed:
@@ -233,7 +233,7 @@ def seal_snapshot(snapshot: Snapshot, rank: int, world_size: int, checker: Check
     snapshot.state_file = state_file(snapshot.state, step, generation, run_id, rank, world_size)
     for part, (checksums, first) in zip(share, checked, strict=True):
         part.checksums, part.not_finite = checksums, first
-        part.header = part.part.head(run_id, rank, step), seal_of(step, generation, checksums)
+        part.header = part.compiled.head(run_id, rank, step), seal_of(step, generation, checksums)
     snapshot.sealed = tuple(share)
 
 
@@ -261,8 +261,8 @@ def write_share(storage: Storage, snapshot: Snapshot, rank: int) -> tuple[tuple[
     """Writes this rank's shards and state durably. Returns their records. Raises ``OSError`` if storage fails."""
     files = []
     for sealed in snapshot.sealed or ():
-        if sealed.part.is_written:
-            header, path = sealed.header, shard_path(snapshot.directory, rank, sealed.part.kind)
+        if sealed.compiled.is_written:
+            header, path = sealed.header, shard_path(snapshot.directory, rank, sealed.compiled.kind)
             nbytes = write_named(storage, path, [*header, sealed.memory.numpy().data])
             files.append(FileRecord(path, nbytes, sum(map(len, header)), digest(*header), snapshot.step, rank))
     path = state_path(snapshot.directory, rank)
@@ -314,17 +314,18 @@ class FreshnessWatch:
         Of two snapshots after the same update, both are fresh if one is: a complete one at the end, after a partial
         one, may have only frozen experts to compare.
         """
-        updates, window, parts = snapshot.facts.updates, snapshot.contents.window, snapshot.sealed or ()
+        updates, window = snapshot.facts.updates, snapshot.contents.window
+        parts = [(part.compiled, part.checksums) for part in snapshot.sealed or () if part.compiled.cuts]
         verdict = of_all(
-            self._checksums.seal(sealed.part.slices.entries, sealed.part.slices.numbers, sealed.checksums, updates)
-            for sealed in parts
-            if sealed.part.cuts and sealed.part.kind != GRADIENTS
+            self._checksums.seal(part.slices.entries, part.slices.numbers, checksums, updates)
+            for part, checksums in parts
+            if part.kind != GRADIENTS
         )
         if verdict == FRESH:
             self._fresh_after = updates
         elif verdict == STALE and updates == self._fresh_after:
             verdict = FRESH
-        consumed = any(sealed.part.cuts for sealed in parts if sealed.part.kind == GRADIENTS)
+        consumed = any(part.kind == GRADIENTS for part, _ in parts)
         if window is None:
             return UNKNOWN if consumed and verdict == STALE else verdict
         self._of_window = verdict if window.slot == 0 else of_all((self._of_window, verdict))

@@ -138,10 +138,10 @@ class SlotHeaders:
             index: Of the gradients, among those of the snapshot.
             sealed: The gradients.
         """
-        part = SlotPart(sealed.part.kind, 0, b"".join(sealed.header))
+        part = SlotPart(sealed.compiled.kind, 0, b"".join(sealed.header))
         return self._header(
             snapshot,
-            nbytes=max(1, sealed.part.nbytes),
+            nbytes=max(1, sealed.compiled.nbytes),
             contents=Contents((), since=snapshot.contents.since),
             facts=Facts(snapshot.facts.index, snapshot.facts.base, NO_COUNTS),
             parts=(part,),
@@ -165,7 +165,7 @@ class SlotHeaders:
             nbytes=max(1, snapshot.plan.own_nbytes()),
             contents=contents,
             facts=replace(snapshot.facts, applied=snapshot.applied.result()),
-            parts=tuple(SlotPart(sealed.part.kind, sealed.begin, b"".join(sealed.header)) for sealed in sealed_parts),
+            parts=tuple(SlotPart(part.compiled.kind, part.begin, b"".join(part.header)) for part in sealed_parts),
             state=snapshot.state_file,
             only=TENSORS if without_state else "",
             beside=snapshot.plan.slots,

@@ -145,7 +145,7 @@ class Recorder:
             **dict.fromkeys(("begun", "committed", "failed", "snapshot_bytes", "clean_steps"), 0),
             "replayed_steps": 0,
         }
-        self._recent = _Recent(run.catalog.layers)
+        self._state, self._recent = run.state, _Recent(run.catalog.layers)
         self._record: StepRecord | None = None
         self._routed_before = 0
         self._joined_at: float | None = None
@@ -224,7 +224,7 @@ class Recorder:
         newly_known = self._recent.iterations_begin(ended.measured)
         if newly_known or now >= self._due:
             if self._layout is None:  # nothing was saved yet, but what there is to save can be weighed
-                self._layout, self._specs = (-1, {}), ended.specs()
+                self._layout, self._specs = (-1, {}), self._state.specs()
             self._recent.look(ended.run_ledger.activity.newest)
             self._write(now)
 

@@ -409,7 +409,7 @@ def test_without_matplotlib_plot_says_what_to_install(name, monkeypatch):
 
 
 def step_ended(record, run_ledger):
-    return StepEnded(record, 0.0, False, Measured(), run_ledger, list)
+    return StepEnded(record, 0.0, False, Measured(), run_ledger)
 
 
 def test_step_log_says_when_k_changes(caplog):

@@ -203,7 +203,6 @@ class StepEnded:
         loaded: A snapshot was under way during the step.
         measured: Measurements of the ranks.
         run_ledger: Of the session, which later steps change.
-        specs: Returns the tensors of all ranks.
     """
 
     record: StepRecord
@@ -211,7 +210,6 @@ class StepEnded:
     loaded: bool
     measured: Measured
     run_ledger: RunLedger
-    specs: Callable[[], Sequence[TensorSpec]]
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ class Bookkeeper:
         self._max_in_flight = settings.max_in_flight
         self.consensus = StepConsensus()
         self._newest_ended = -1
-        self._awaited: Future[Counts] | None = None
+        self._upcoming: Future[Counts] = Future()
         self.sent_step = -1
         self.applied: Future[Counts] = Future()
 
@@ -78,11 +78,10 @@ class Bookkeeper:
             step_is_agreed: ``receive`` was called for the step, or there is no step to agree on. Else the tokens come
                 when the ranks have agreed on the step, even before ``receive`` is called.
         """
+        if not step_is_agreed:
+            return self._upcoming
         tokens: Future[Counts] = Future()
-        if step_is_agreed:
-            tokens.set_result(self.run_ledger.tokens.applied.copy())
-        else:
-            self._awaited = tokens
+        tokens.set_result(self.run_ledger.tokens.applied.copy())
         return tokens
 
     def send(self, step: int, tokens: Deferred[StepTokens], pipeline: Pipeline, *, edited: bool = False) -> None:
@@ -118,7 +117,7 @@ class Bookkeeper:
             measured=self.meter.measured(),
             in_memory=() if memory is None else memory.reports(),
         )
-        agreed, total, self._awaited = self.agreement.send(step, tokens, status), self._awaited or Future(), None
+        agreed, total, self._upcoming = self.agreement.send(step, tokens, status), self._upcoming, Future()
 
         def deliver(reduced: Future[tuple[Counts, Counts]]) -> None:
             """On the thread that agrees."""
@@ -133,10 +132,9 @@ class Bookkeeper:
 
     def give_up(self) -> None:
         """Ends the wait of a snapshot for the tokens of a step that was never sent, because training failed."""
-        awaited, self._awaited = self._awaited, None
-        if awaited is not None:
-            cause = "training failed before the ranks agreed on its tokens"
-            awaited.set_exception(SaveFailedError(self.run_ledger.last_step or 0, (cause,)))
+        upcoming, self._upcoming = self._upcoming, Future()
+        cause = "training failed before the ranks agreed on its tokens"
+        upcoming.set_exception(SaveFailedError(self.run_ledger.last_step or 0, (cause,)))
 
     def receive(self, pipeline: Pipeline) -> StepConsensus:
         """Books the agreement of the newest ``send``, unless that was done. Returns the newest consensus.

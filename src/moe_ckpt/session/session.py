@@ -334,8 +334,7 @@ class CheckpointSession:
         record = self.completed(replace(record, agree_secs=self._agree_secs))
         self._agree_secs = 0.0
         record = replace(record, stall_secs=self._since_record.take())
-        specs = self._run.state.specs
-        self._run.tell(StepEnded(record, final_at, loaded, consensus.measured, self.run_ledger, specs))
+        self._run.tell(StepEnded(record, final_at, loaded, consensus.measured, self.run_ledger))
         return record
 
     def stops_after(self, step: int, tokens: Deferred[StepTokens], capture: Capture, *, updated: bool) -> None:

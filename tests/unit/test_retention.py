@@ -149,9 +149,9 @@ def test_bad_settings_are_refused(settings_, message):
 
 def test_groups_to_delete_spares_named_files_and_directories_in_use():
     kept = [record(2, {"g0s1/expert", "g0s2/all"})]
-    files = ["g0s2/MANIFEST", "g0s2/all", "g0s1/all", "g0s1/expert", "g0s3/all", "g0s10/all"]
-    assert groups_to_delete(files, kept, {"g0s3"}) == ("g0s1/all", "g0s10/all")
-    assert groups_to_delete([], kept) == ()
+    groups = {"g0s2": ["MANIFEST", "all"], "g0s1": ["all", "expert"], "g0s3": ["all"], "g0s10": ["all"]}
+    assert groups_to_delete(groups, kept, {"g0s3"}) == {"g0s1": ["all"], "g0s10": ["all"]}
+    assert groups_to_delete({}, kept) == {}
 
 
 @dataclass
@@ -199,7 +199,12 @@ class Run:
         self.views[directory] = dict(self.versions)
         kept = retained(self.records.values(), self.policy)
         self.records = {d: r for d, r in self.records.items() if d in kept}
-        self.disk -= set(groups_to_delete(self.disk, self.records.values()))
+        groups = {
+            directory: [path.partition("/")[2] for path in self.disk if path.startswith(f"{directory}/")]
+            for directory in {path.partition("/")[0] for path in self.disk}
+        }
+        deleted = groups_to_delete(groups, self.records.values())
+        self.disk -= {f"{directory}/{group}" for directory, gone in deleted.items() for group in gone}
         return newest
 
     def go_back_to(self, chosen):

@@ -185,13 +185,8 @@ class StoreContents:
         Returns:
             What ``collect`` returns.
         """
-        groups_of = {directory: set[str]() for directory in self.names}
         files = {directory: grouped(names) for directory, names in self.names.items()}
-        every = [f"{directory}/{group}" for directory, groups in files.items() for group in groups]
-        for path in groups_to_delete(every, retained_records, untouchable):
-            directory, _, group = path.partition("/")
-            groups_of[directory].add(group)
-        going = {directory: groups for directory, groups in groups_of.items() if groups}
+        going = groups_to_delete(files, retained_records, untouchable)
         records = [f"{directory}/{MANIFEST_NAME}" for directory, groups in going.items() if MANIFEST_NAME in groups]
         without_others = cache(lambda names: names - others)  # often the same names in all directories
         rest = [

@@ -20,7 +20,7 @@ stays, too, as long as there is room for it (``with_newest_experts``).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Reversible, Sequence
+from collections.abc import Collection, Iterable, Mapping, Reversible, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
@@ -132,15 +132,22 @@ def _line(ordered: Sequence[CheckpointRecord]) -> list[CheckpointRecord]:
 
 
 def groups_to_delete(
-    groups: Iterable[str], records: Iterable[CheckpointRecord], keep_directories: Collection[str] = ()
-) -> tuple[str, ...]:
-    """Returns the ``groups`` (``directory/group``) that no retained checkpoint names, sorted.
+    groups_of: Mapping[str, Iterable[str]], records: Iterable[CheckpointRecord], keep_directories: Collection[str] = ()
+) -> dict[str, list[str]]:
+    """Returns step directory -> its groups that no retained checkpoint names; no directory without any.
 
     Args:
+        groups_of: Step directory -> all its groups.
+        records: The checkpoints that stay.
         keep_directories: Directories being written now; nothing in them is superseded yet.
     """
     named = frozenset[str]().union(*(record.groups for record in records))
-    return tuple(sorted(g for g in groups if g not in named and g.rpartition("/")[0] not in keep_directories))
+    superseded = {
+        directory: [group for group in groups if f"{directory}/{group}" not in named]
+        for directory, groups in groups_of.items()
+        if directory not in keep_directories
+    }
+    return {directory: groups for directory, groups in superseded.items() if groups}
 
 
 def _milestones(lists: Iterable[Sequence[CheckpointRecord]], policy: RetentionPolicy) -> list[CheckpointRecord]:

@@ -21,10 +21,12 @@ from moe_ckpt.core.operators import (
 from moe_ckpt.core.placement import everywhere
 from moe_ckpt.core.step import Contents, GradientGroups, Step, Tier, WindowPlace
 from moe_ckpt.core.tokens import NO_COUNTS
+from moe_ckpt.format.shard import REPLAY, SliceEntry, in_a_row
 from moe_ckpt.ledger.retention import MemoryStep
 from moe_ckpt.policies import FaultRecord, MemoryFacts, ModelFacts, PolicyContext, RunFacts
 from moe_ckpt.slices.assignment import WriteAssignment
-from moe_ckpt.slices.cuts import BLOCK, SliceSource
+from moe_ckpt.slices.compiling import CompiledPart
+from moe_ckpt.slices.cuts import BLOCK, Cut, SliceSource
 from moe_ckpt.slices.local_state import LocalState
 
 
@@ -64,6 +66,21 @@ def pieces_of(local: LocalState, operators: Collection[str], dealt: WriteAssignm
     shelf, numbers = found.shelf, found.slices
     blocks = [shelf.blocks[at] for at in shelf.table(numbers)[:, BLOCK].tolist()]
     return [SliceSource(shelf.entries[n], shelf.source(n), b) for n, b in zip(numbers.tolist(), blocks, strict=True)]
+
+
+def entries_of(part: CompiledPart) -> tuple[SliceEntry, ...]:
+    """The slices of a part, each with its byte range."""
+    return in_a_row(part.slices.listed())
+
+
+def is_replay(cut: Cut) -> bool:
+    """Only a replay needs its slices. A cut has only such slices, or none."""
+    return cut.entries[0].key.startswith(REPLAY)
+
+
+def operators_of(part: CompiledPart) -> tuple[str, ...]:
+    """Operators of a part, except those of which it has only slices for a replay."""
+    return tuple(sorted({cut.operator for cut in part.cuts if not is_replay(cut)}))
 
 
 def context(model: Catalog, step: int = 1, *, ranks: int = 1, **facts: Any) -> PolicyContext:

@@ -39,7 +39,7 @@ from moe_ckpt.slices.copying import carry_out, target
 from moe_ckpt.slices.cuts import Cuts, Shelf, SliceSource, sorted_rows
 from moe_ckpt.slices.local_state import LocalState
 from tests.support.replicas import with_checksums
-from tests.unit.builders import catalog, pieces_of
+from tests.unit.builders import catalog, entries_of, is_replay, operators_of, pieces_of
 
 TYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8]
 
@@ -151,16 +151,16 @@ def test_a_joined_plan_is_one_made_from_scratch(data):
         for (base, part), (_, other) in zip(joined.parts, fresh.parts, strict=True):
             bytes_of = memory[base : base + part.nbytes]
             assert rendered(part, bytes_of, rank) == rendered(other, bytes_of, rank)
-            assert part.operators == other.operators
+            assert operators_of(part) == operators_of(other)
             check_by_hand(part, bytes_of, rank, wholes)
 
 
 def check_by_hand(part: CompiledPart, memory: torch.Tensor, rank: int, wholes) -> None:
     """Against the format's own functions, which know nothing of cuts, and against the whole tensors."""
-    entries = part.entries
+    entries = entries_of(part)
     bare = [replace(entry, begin=0, end=0) for entry in entries]
     assert lay_out(list(reversed(bare))) == entries
-    assert [part.entries[at] for at in part.side] == part.side_entries() if part.kind == "non_expert" else not part.side
+    assert [entries[at] for at in part.side] == part.side_entries() if part.kind == "non_expert" else not part.side
     checksums = checksums_of(part, memory)
     header = ShardHeader("run", 7, 2, rank, with_checksums(entries, checksums))
     assert rendered(part, memory, rank) == encode_header(header)
@@ -168,7 +168,7 @@ def check_by_hand(part: CompiledPart, memory: torch.Tensor, rank: int, wholes) -
     boxes = [(entry.key, entry.box) for entry in entries if entry.operator]
     assert sorted(part.boxes, key=repr) == sorted(boxes, key=repr)
     assert part.cover_sum == cover_sum(boxes)
-    assert set(part.operators) == {e.operator for e in entries if e.operator and not e.key.startswith(REPLAY)}
+    assert set(operators_of(part)) == {e.operator for e in entries if e.operator and not e.key.startswith(REPLAY)}
     assert part.frozen_nbytes == sum(e.nbytes for e in entries if e.key.startswith(f"{REPLAY}model/"))
     for entry in entries:
         if entry.operator:
@@ -191,7 +191,7 @@ def test_the_joined_shares_of_all_ranks_tile_the_plan(data):
         contents = data.draw(contents_of(model))
         plans = [each.compile(contents, tensors, specs, ()) for each in compilers]
         assert sum(plan.cover_difference for plan in plans) % PRIME == 0
-        written = [entry for plan in plans for _, part in plan.parts if part.is_written for entry in part.entries]
+        written = [entry for plan in plans for _, part in plan.parts if part.is_written for entry in entries_of(part)]
         held = sum(prod(spec.global_shape) for spec in specs)
         assert sum(prod(e.shape) for e in written if not e.key.startswith(REPLAY)) <= held
 
@@ -212,7 +212,7 @@ def test_what_is_known_of_an_operator_is_not_worked_out_again():
         for contents in (replace(plain, full=chosen), replace(slot, full=chosen[:2], compute=chosen[2:])):
             plan = compiler.compile(contents, tensors, specs, ())
             cuts = [cut for _, part in plan.parts for cut in part.cuts]
-            light = {cut.operator for cut in cuts if cut.is_replay}
+            light = {cut.operator for cut in cuts if is_replay(cut)}
             assert all(id(cut) in known or cut.operator in light for cut in cuts)
             known |= {id(cut) for cut in cuts}
 
@@ -261,7 +261,7 @@ def test_experts_the_rest_and_what_stays_in_memory_go_to_different_parts():
     contents = Contents(stored, held)
     compiler = PlanCompiler(model, everywhere(model.layers, 1), 0, 1)
     plan = compiler.compile(contents, tensors, specs_of(tensors), sides(2))
-    assert {part.kind: (part.operators, len(part.side)) for _, part in plan.parts} == {
+    assert {part.kind: (operators_of(part), len(part.side)) for _, part in plan.parts} == {
         "expert": (("expert/0/0", "expert/0/1"), 0),
         "non_expert": (("gate/0", "non_expert/embed"), 2),
         HOST_ONLY: (("expert/0/2", "expert/0/3"), 0),

@@ -21,7 +21,7 @@ from moe_ckpt.slices import compiling
 from moe_ckpt.slices.compiling import CompiledPlan, PlanCompiler
 from moe_ckpt.slices.copying import carry_out, target
 from moe_ckpt.slices.snapshot import copy_at_once, parts_in
-from tests.unit.builders import catalog
+from tests.unit.builders import catalog, entries_of, is_replay
 
 MODEL = catalog(2, 4)
 
@@ -48,7 +48,7 @@ SIDE = SliceEntry("side/0/x", "", "F32", (0,), (1,), (1,))
 
 
 def entries(plan: CompiledPlan) -> list[SliceEntry]:
-    return [entry for _, part in plan.parts for entry in part.entries]
+    return [entry for _, part in plan.parts for entry in entries_of(part)]
 
 
 def test_the_same_request_gets_the_same_plan_at_every_step():
@@ -69,7 +69,7 @@ def test_a_layout_that_is_listed_anew_and_says_the_same_is_the_same():
     other = made.compile(longer, tensors, specs_of(tensors), (), compute_types=dict(types))
     assert other.claims is first.claims
     known = {id(cut) for _, part in first.parts for cut in part.cuts}
-    assert all(id(cut) in known for _, part in other.parts for cut in part.cuts if cut.is_replay), "described once"
+    assert all(id(cut) in known for _, part in other.parts for cut in part.cuts if is_replay(cut)), "described once"
     specs = [replace(spec, dtype="BF16") for spec in specs_of(tensors)]
     assert made.compile(slot, tensors, specs, (), compute_types=types) is not first
 
@@ -118,7 +118,7 @@ def test_host_only_operators_move_to_their_own_part_and_back():
     assert kinds == [["expert", "non_expert"], ["expert", "non_expert", "held"], ["expert", "non_expert"]]
     assert plans[0] is plans[2]
     [held] = [part for _, part in plans[1].parts if part.kind == "held"]
-    assert {entry.operator for entry in held.entries} == {expert}
+    assert {entry.operator for entry in entries_of(held)} == {expert}
     assert plans[1].cover_difference == 0, "what stays in memory is no part of the claim"
 
 
@@ -130,7 +130,7 @@ def test_side_tensors_of_each_time_are_copied():
         memory = torch.zeros(plan.nbytes, dtype=torch.uint8)
         copy_at_once(parts_in(plan, [Buffer(0, memory)]), [(SIDE, torch.tensor([value]))])
         [(base, part)] = [(base, part) for base, part in plan.parts if part.side]
-        assert target(part.entries[part.side[0]], memory[base : base + part.nbytes]).tolist() == [value]
+        assert target(entries_of(part)[part.side[0]], memory[base : base + part.nbytes]).tolist() == [value]
 
 
 def test_another_tensor_object_of_the_same_name_makes_another_plan():
@@ -146,7 +146,7 @@ def test_another_tensor_object_of_the_same_name_makes_another_plan():
     [found] = [
         target(entry, memory[base : base + part.nbytes])
         for base, part in second.parts
-        for entry in part.entries
+        for entry in entries_of(part)
         if entry.key == tensors[0].key and entry.operator == MODEL.home[tensors[0].parameter]
     ][:1]
     assert (found == 3.0).all()

@@ -23,7 +23,7 @@ import numpy as np
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.placement import Placement
 from moe_ckpt.core.step import Contents, PeerPart
-from moe_ckpt.format.shard import ALIGNMENT, GRADIENT, SliceEntry, head_of, in_a_row, moved, require_distinct
+from moe_ckpt.format.shard import ALIGNMENT, GRADIENT, SliceEntry, head_of, moved, require_distinct
 from moe_ckpt.ledger.coverage import PRIME, Box
 from moe_ckpt.ports import StateTensor, TensorSpec
 from moe_ckpt.slices.assignment import ComputeTypes, Sharder, WriteAssignment
@@ -108,13 +108,8 @@ class CompiledPart:
     def cuts(self) -> Sequence[Cut]:
         return self.joined.listed()
 
-    @property
-    def entries(self) -> tuple[SliceEntry, ...]:
-        """The slices, each with its byte range. Slow."""
-        return in_a_row(self.slices.listed())
-
     def side_entries(self) -> list[SliceEntry]:
-        """Returns those of ``entries`` that ``side`` names."""
+        """Returns the slices that ``side`` names, each with its byte range."""
         numbered = zip(self.side, self.given_side, strict=True)
         return [moved(entry, int(self.ends[at]) - entry.nbytes) for at, entry in numbered]
 
@@ -127,11 +122,6 @@ class CompiledPart:
     def names(self) -> Numbers:
         """``[n]`` digests of the names of the slices."""
         return digests_of([entry.name for entry in self.slices.listed()])
-
-    @cached_property
-    def operators(self) -> tuple[str, ...]:
-        """Operators of the part, except those of which it has only slices for a replay."""
-        return tuple(sorted({cut.operator for cut in self.cuts if not cut.is_replay}))
 
     @cached_property
     def stretches(self) -> Sequence[tuple[str, int, int]]:

@@ -201,11 +201,6 @@ class Cut:
     def cover_sum(self) -> int:
         return cover_sum((entry.key, entry.box) for entry in self.entries)
 
-    @cached_property
-    def is_replay(self) -> bool:
-        """True if only a replay needs the slices. A cut has only such slices, or none."""
-        return self.shelved[self.first].key.startswith(REPLAY)
-
 
 @dataclass(frozen=True, eq=False)
 class Cuts:

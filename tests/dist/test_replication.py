@@ -20,11 +20,11 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from moe_ckpt.cli.memory import survey
 from moe_ckpt.format.slot import decode_slot, encode_slot
 from moe_ckpt.memory.arena import COPIES
 from moe_ckpt.memory.files import MemoryFiles
 from moe_ckpt.memory.slot import Slot
-from moe_ckpt.memory.survey import survey
 from moe_ckpt.peers.messages import SealedSlot
 from tests.support.processes import run_ranks, start_ranks
 from tests.support.replicas import RUN, Rank, bytes_of, resources

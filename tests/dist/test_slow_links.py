@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 from benchmarks.memory_tiers_rank import Shard
 from moe_ckpt import Memory
+from moe_ckpt.cli.memory import survey
 from moe_ckpt.comm.communicator import make_communicator
 from moe_ckpt.core.placement import everywhere
-from moe_ckpt.memory.survey import survey
 from moe_ckpt.policies import Dense
 from moe_ckpt.recovery.resume import resume_newest
 from moe_ckpt.run.agreement import Deferred, StepTokens

@@ -24,6 +24,7 @@ from typing import Any
 import pytest
 
 from moe_ckpt.cli.main import main
+from moe_ckpt.cli.memory import survey
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.memory import directory as directories
 from moe_ckpt.memory import limits
@@ -43,7 +44,6 @@ from moe_ckpt.memory.directory import (
 )
 from moe_ckpt.memory.files import MemoryFiles, remove_run, sweep
 from moe_ckpt.memory.slot import Slot
-from moe_ckpt.memory.survey import survey
 from moe_ckpt.tiers import host_memory
 from moe_ckpt.tiers.buffers import BufferPool
 from tests.support.deleting import delete_tree

@@ -1,18 +1,22 @@
-"""``moe-ckpt memory``: lists, checks and frees the snapshots that runs keep or left in this node's memory."""
+"""``moe-ckpt memory``: lists, checks and frees the snapshots that runs keep or left in this node's memory.
+
+Listing and checking read only, and take no lock.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from moe_ckpt.cli.shared import DEFAULT_MEMORY, memory_directory
-from moe_ckpt.errors import ConfigError
+from moe_ckpt.errors import ConfigError, DamagedError
 
 if TYPE_CHECKING:
-    from moe_ckpt.memory.survey import RankFacts
+    from moe_ckpt.memory.directory import Owner
 
 _NAMED = 8
 """Runs in a message."""
@@ -51,8 +55,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """0, or 1 if ``explain`` found damage."""
-    from moe_ckpt.memory.survey import survey
-
     everything = survey(args.directory, verify=args.action == "explain")
     ranks = [facts for facts in everything if facts.run_id.startswith(args.run)]
     if args.action in ("retry", "clear"):
@@ -69,6 +71,110 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     else:
         _explain(ranks)
     return int(damaged)
+
+
+@dataclass(frozen=True)
+class SlotFacts:
+    """One slot.
+
+    Attributes:
+        path: Of the slot's files, without suffix.
+        state: "sealed": readable; "set aside": a run has met damage in it; "damaged".
+        nbytes: Size of the slot.
+        step: Of the snapshot; None if it is not known.
+        slices: Number of slices.
+        writer: Rank whose share of the step the slot has: not the directory's for a copy; None if it is not known.
+        problem: The damage; empty if there is none.
+        only: See ``format.slot.SlotHeader``.
+    """
+
+    path: str
+    state: str
+    nbytes: int
+    step: int | None = None
+    slices: int = 0
+    writer: int | None = None
+    problem: str = ""
+    only: str = ""
+
+
+@dataclass(frozen=True)
+class RankFacts:
+    """The slots of one rank in one life of a run.
+
+    Attributes:
+        pid: See ``holder_of``.
+        nbytes: Size of the rank's files.
+    """
+
+    run_id: str
+    generation: int
+    rank: int
+    pid: int
+    owner: Owner
+    slots: tuple[SlotFacts, ...]
+    nbytes: int
+
+
+def survey(root: str, *, verify: bool = False) -> list[RankFacts]:
+    """Returns this user's rank directories below ``root``, by run, newest life first.
+
+    Args:
+        root: The memory directory.
+        verify: Compare every slice with its checksum.
+
+    Raises:
+        ConfigError: As ``user_directory``.
+    """
+    from moe_ckpt.memory.directory import holder_of, owner_of, rank_directories, user_directory
+    from moe_ckpt.memory.files import used_bytes
+
+    surveyed = []
+    for run in sorted(user_directory(root).iterdir()):
+        for generation, rank, path in rank_directories(run):
+            slots = tuple(_slots(path, verify=verify))
+            facts = holder_of(path), owner_of(path), slots, used_bytes(path)
+            surveyed.append(RankFacts(run.name, generation, rank, *facts))
+    return surveyed
+
+
+def _slots(directory: Path, *, verify: bool) -> Iterator[SlotFacts]:
+    from moe_ckpt.memory.directory import slots_in
+    from moe_ckpt.memory.slot import QUARANTINE_SUFFIX
+
+    for path in slots_in(directory):
+        if (facts := _sealed(path, verify=verify)) is not None:
+            yield facts
+    for path in sorted(directory.glob(f"*{QUARANTINE_SUFFIX}")):
+        yield SlotFacts(str(path.with_suffix("")), "set aside", 0)
+
+
+def _sealed(path: Path, *, verify: bool) -> SlotFacts | None:
+    """Returns the facts of a sealed slot; None if its owner has unsealed it meanwhile."""
+    import xxhash
+
+    from moe_ckpt.memory.files import FoundSlot
+    from moe_ckpt.memory.slot import Slot, read_header
+
+    facts, raw = SlotFacts(str(path), "sealed", 0), b""
+    try:
+        raw = read_header(path)
+        if not raw:
+            return None
+        slot, header = Slot.open(path)
+        facts = replace(facts, nbytes=header.nbytes, step=header.step, writer=header.rank, only=header.only)
+        slices = list(FoundSlot(slot, header).slices())
+        facts = replace(facts, slices=len(slices))
+        for entry, data in slices:
+            if verify and xxhash.xxh3_64_intdigest(data.numpy().data) != entry.checksum:
+                raise DamagedError(str(path), f"slice {entry.name} of {entry.operator}: checksum mismatch")
+    except FileNotFoundError:
+        return None
+    except DamagedError as error:
+        if raw and read_header(path) != raw:
+            return None
+        return replace(facts, state="damaged", problem=str(error))
+    return facts
 
 
 def _nothing(args: argparse.Namespace, everything: Sequence[RankFacts]) -> str:

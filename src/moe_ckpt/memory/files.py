@@ -155,7 +155,7 @@ class MemoryFiles:
                 sound.append(leftover)
             except ValueError as error:
                 log.error("the memory slot %s is set aside, and not used: %s", leftover.slot.path, error)
-                leftover.slot.quarantine()
+                set_aside(leftover.slot.path)
         return sound
 
     def slot(self, buffer: Buffer) -> Slot:

@@ -16,6 +16,7 @@ import torch
 import xxhash
 
 from moe_ckpt.memory.files import FoundSlot, newest_first
+from moe_ckpt.memory.slot import forget_starts
 from moe_ckpt.threads import ThreadName, ahead, named_pool
 
 log = logging.getLogger("moe_ckpt")
@@ -188,7 +189,7 @@ class LeftSlots:
         if not self._gets_on:
             self._gets_on = self._replays = True
             for leftover in self.slots:
-                leftover.slot.forget_starts()
+                forget_starts(leftover.slot.path)
 
     def step_replayed(self, *, equal: bool) -> None:
         """Notes that a step was replayed, on this rank or on ranks that this one waits for.

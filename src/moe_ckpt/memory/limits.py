@@ -124,12 +124,18 @@ def available_bytes(meminfo: str = "/proc/meminfo") -> int | None:
 
     A tmpfs may be as large as the machine's memory, or larger, so that its own free space is no limit.
     """
-    with contextlib.suppress(OSError, ValueError), open(meminfo) as lines:
+    return _sizes_in(meminfo).get("MemAvailable")
+
+
+def _sizes_in(path: str) -> dict[str, int]:
+    """Returns name -> bytes of what the kernel tells in kB; nothing if there is no such file."""
+    sizes: dict[str, int] = {}
+    with contextlib.suppress(OSError), open(path) as lines:
         for line in lines:
             name, _, value = line.partition(":")
-            if name == "MemAvailable":
-                return int(value.split()[0]) * 1024
-    return None
+            if value.endswith(" kB\n"):
+                sizes[name] = int(value.split()[0]) * 1024
+    return sizes
 
 
 def default_budget_bytes(local_ranks: int, left_bytes: int = 0) -> int:
@@ -310,10 +316,5 @@ def _mend(limit: str) -> str:
 
 def _once_more_bytes() -> int:
     """Returns the bytes by which this process was larger at its peak, as it will be again (gradients); 0 if unknown."""
-    sizes: dict[str, int] = {}
-    with contextlib.suppress(OSError, ValueError), open("/proc/self/status") as lines:
-        for line in lines:
-            name, _, value = line.partition(":")
-            if name in ("VmHWM", "VmRSS"):
-                sizes[name] = int(value.split()[0]) * 1024
+    sizes = _sizes_in("/proc/self/status")
     return max(0, sizes.get("VmHWM", 0) - sizes.get("VmRSS", 0))

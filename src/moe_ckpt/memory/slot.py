@@ -151,10 +151,6 @@ class Slot:
         else:
             weakref.finalize(self._pages, room.arena.free, room)
 
-    def quarantine(self) -> None:
-        """Sets the slot aside, since a slice of it is damaged."""
-        set_aside(self.path)
-
     @property
     def starts(self) -> int:
         """Returns how many starts in a row have resumed from the slot without advancing."""
@@ -178,10 +174,6 @@ class Slot:
         """Takes the last ``note_start`` back."""
         with contextlib.suppress(OSError):
             os.truncate(self.path.with_suffix(STARTS_SUFFIX), max(0, self.starts - 1))
-
-    def forget_starts(self) -> None:
-        """Sets the count of starts to 0."""
-        forget_starts(self.path)
 
 
 def data_of(path: Path) -> tuple[Path, int]:

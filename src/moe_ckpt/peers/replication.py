@@ -190,6 +190,7 @@ class Replicator:
 
     Attributes:
         cutter: Ends all connections at the end.
+        in_flight: Number of submitted snapshots for which some peer has not answered.
         store: Keeps the copies of other ranks.
     """
 
@@ -205,7 +206,7 @@ class Replicator:
         self.cutter = Cutter()
         self._newest_step: int | None = None
         self._copied_step: int | None = None
-        self._open = 0
+        self.in_flight = 0
         self._lock = threading.Lock()
         sources = roster.placement.sources_of[roster.rank]
         self.store = ReplicaStore(make)
@@ -235,7 +236,7 @@ class Replicator:
         with self._lock:
             self._newest_step = step
             self._copied_step = step - 1 if self._copied_step is None else self._copied_step
-            self._open += 1
+            self.in_flight += 1
         copies.future.add_done_callback(lambda done: self._note(done, step))
         for sender in self._senders:
             sender.put(copies)
@@ -253,14 +254,9 @@ class Replicator:
     def _note(self, done: Future[int], step: int) -> None:
         complete = self.all_hold(done)
         with self._lock:
-            self._open -= 1
+            self.in_flight -= 1
             if complete:
                 self._copied_step = max(step, self._copied_step or 0)
-
-    @property
-    def in_flight(self) -> int:
-        """Number of submitted snapshots for which some peer has not answered."""
-        return self._open
 
     @property
     def lag_steps(self) -> int:

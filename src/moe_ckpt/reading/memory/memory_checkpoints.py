@@ -21,6 +21,7 @@ from moe_ckpt.core.user_text import name_ranks
 from moe_ckpt.errors import CoverageError, DamagedError, OtherLayoutError, RecoveryLoopError, StepRemovedError
 from moe_ckpt.format.manifest import Manifest, OperatorRecord, SlotRecord, age_of, pruned, step_dir
 from moe_ckpt.ledger.coverage import Box, prove_cover
+from moe_ckpt.memory.slot import set_aside
 from moe_ckpt.notices import announce
 from moe_ckpt.ports import Communicator
 from moe_ckpt.reading.index import blocks_of
@@ -207,7 +208,7 @@ class MemoryCheckpoints:
         for holder, number in sorted(slots):
             if holder == self._comm.rank:
                 slot = self._slots[number].slot
-                slot.quarantine()
+                set_aside(slot.path)
                 log.warning("the memory slot %s is damaged: it is set aside, and not used", slot.path)
 
     def left_behind(self, taken: Manifest) -> LeftBehind | None:

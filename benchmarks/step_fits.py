@@ -116,7 +116,7 @@ class Clock:
         return time.perf_counter(), time.process_time(), time.thread_time(), self._in_hooks
 
 
-_HOOKS = ("join", "on_before_backward", "before_optimizer", "on_train_batch_end", "after_batch")
+_HOOKS = ("join", "on_before_backward", "before_update", "on_train_batch_end", "after_batch")
 """Of ``Fit``: all that it does at a step."""
 
 

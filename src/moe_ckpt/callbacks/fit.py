@@ -217,13 +217,15 @@ class Fit(pl.Callback):
         if self.driver.lifecycle.allows(Action.JOIN):
             self.driver.before_update(receive=update)
 
-    def before_bypassing(self) -> None:
-        """Joins the copy before an update for which Lightning calls no callback.
+    @timed
+    def before_update(self) -> None:
+        """Joins the copy when gradients are final, before clipping, or at the update itself if Lightning tells of none.
 
         Raises:
-            ConfigError: A finder makes it during training, and the policy computes steps again after a failure.
+            ConfigError: A finder makes the update during training, and the policy computes steps again after a failure.
         """
-        if self.is_searching() and self.driver.options.needs.windows:
+        searching = self.is_searching()
+        if searching and self.driver.options.needs.windows:
             # Lightning tells no callback of this exception.
             self.close(min(CLOSE_SECS, self.driver.options.timeout_secs))
             raise ConfigError(
@@ -231,8 +233,10 @@ class Fit(pl.Callback):
                 "other: after a failure steps are computed again, and a search between them cannot be. Search before "
                 "training (with Tuner, or a finder that runs in on_fit_start), or use Dense or MoC"
             )
-        self.join(update=not self.is_searching())
+        self.join(update=not searching)
         self._counter.update_begins()
+        if self.host.windows is not None:
+            self.host.windows.before_update(self.session)
 
     def on_train_epoch_start(self, *_: Any) -> None:
         self._epoch_is_whole = True  # Lightning calls this in no epoch that is resumed in its middle
@@ -247,14 +251,6 @@ class Fit(pl.Callback):
         """Refuses a backward pass after an update of the same batch, if the policy has windows."""
         if self.host.windows is not None and self._watch.updates:
             self.host.windows.refuse_backward()
-
-    @timed
-    def before_optimizer(self) -> None:
-        """Joins the copy when gradients are final, before clipping."""
-        self.join(update=True)
-        self._counter.update_begins()
-        if self.host.windows is not None:
-            self.host.windows.before_update(self.session)
 
     @timed
     def on_train_batch_end(self, *_: Any) -> None:

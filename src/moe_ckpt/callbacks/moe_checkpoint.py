@@ -180,7 +180,7 @@ class MoECheckpoint(Checkpoint):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
     ) -> None:
         if self._fit is not None:
-            self._fit.before_optimizer()
+            self._fit.before_update()
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int

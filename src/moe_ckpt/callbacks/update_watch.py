@@ -46,7 +46,7 @@ class UpdateWatch:
     """Hooks on module and optimizers, from ``on_fit_start`` until ``close``.
 
     Args:
-        fit: Its ``before_bypassing`` is called before the step of an optimizer for which Lightning calls no callback
+        fit: Its ``before_update`` is called before the step of an optimizer for which Lightning calls no callback
             (under manual optimization, and in batches that are no part of the run), and ``after_batch`` after every
             batch-end hook.
 
@@ -166,7 +166,7 @@ class UpdateWatch:
         # The raw optimizer bypasses Lightning's hook. Under automatic optimization this hook runs before the forward
         # pass, which is in the closure, and a join there would stall training.
         if not self._module.automatic_optimization or self._fit.is_searching():
-            self._fit.before_bypassing()
+            self._fit.before_update()
 
     @timed
     def _count(self, optimizer: Any, *_: Any) -> None:

@@ -200,3 +200,13 @@ def test_a_module_that_calls_itself_sparse_has_ordinary_gradients(group):
     layer = nn.Linear(4, 4)
     layer.sparse = True
     assert BucketOrder(_ddp(layer), 3).why_not is None
+
+
+def test_where_the_order_does_not_matter_it_is_carried_on(group):
+    """Also for a later start on more ranks."""
+    for order in (BucketOrder(_ddp(), 2), BucketOrder(Crossed(), 4), BucketOrder(_ddp(find_unused_parameters=True), 4)):
+        assert order.why_not is None
+        order.recorded = "as it was"
+        order.arrange()
+        order.note()
+        assert order.recorded == "as it was"

@@ -117,7 +117,8 @@ class LoaderWatch:
         loop.setup_data, Private(loop).load_combined_loader_states = setup_data, loaded
 
     def close(self) -> None:
-        """Restores the loops' own methods. Safe to call twice."""
+        """Restores the loops' own methods, and notes nothing any more. Safe to call twice."""
+        self._states = None
         for name in ("setup_data", NAMES["load_combined_loader_states"]):
             vars(self._loop).pop(name, None)
         for name in (NAMES["on_before_fetch"], NAMES["on_after_fetch"]):
@@ -292,23 +293,9 @@ class DataPosition:
         self._fetch: Mapping[str, Any] = {}
         self._reload_epoch: int | None = None
         self._start: _Start | None = None
-        self._watch: LoaderWatch | None = None
-
-    def begin(self, trainer: Any, source: Callable[[], str], stopwatch: Stopwatch) -> None:
-        """Begins to watch the loaders of a fit, before they are made. Arguments: see ``LoaderWatch``."""
-        self.close()
-        self._watch = LoaderWatch(trainer.fit_loop, source, stopwatch)
-
-    def close(self) -> None:
-        """Ends the watch of ``begin``. Safe to call twice."""
-        watch, self._watch = self._watch, None
-        if watch is not None:
-            watch.close()
 
     def save(self, trainer: Any, checkpoint: dict[str, Any]) -> None:
         """Adds the positions as of the last batch that was trained on to a checkpoint."""
-        if self._watch is not None:
-            self._watch.save(checkpoint)
         reload_epoch = Private(trainer.fit_loop).last_train_dl_reload_epoch
         if trainer.reload_dataloaders_every_n_epochs > 1 and math.isfinite(reload_epoch):
             checkpoint[RELOAD_KEY] = reload_epoch
@@ -345,7 +332,7 @@ class DataPosition:
         self._fetch = checkpoint.pop(FETCH_KEY, {})
         self._reload_epoch = checkpoint.pop(RELOAD_KEY, None)
 
-    def restore(self, trainer: Any, *, resumed: bool) -> None:
+    def restore(self, trainer: Any, watch: LoaderWatch, *, resumed: bool) -> None:
         """Sets samplers to the loops' position, and makes a new iterator if the present one began elsewhere.
 
         Called in ``on_train_start``, before the RNG is restored, because a new iterator draws from it. Samplers of
@@ -353,6 +340,7 @@ class DataPosition:
 
         Args:
             trainer: Of the fit.
+            watch: Of its loaders.
             resumed: Loops and RNG come from one of our checkpoints.
 
         Raises:
@@ -370,7 +358,7 @@ class DataPosition:
         epoch = loop.epoch_progress.current.processed
         setters = [setter for part in loader.flattened for setter in _epoch_setters(part)] if resumed and epoch else []
         before = [dealer and dealer.sampler.state_dict() for dealer in dealers]
-        ahead = None if self._watch is None else self._watch.states
+        ahead = watch.states
         states = Private(loader).state_dicts() if ahead is None and (setters or any(dealers)) else ahead or []
         _move(trainer, dealers, stored)
         for set_epoch in setters:
@@ -379,8 +367,8 @@ class DataPosition:
             self._start = _set_loops(trainer, dealers, positioned=stored is not None)
         if setters or fetch or before != [dealer and dealer.sampler.state_dict() for dealer in dealers]:
             states = _without(states, loader.flattened, dealers)
-            if ahead is not None and self._watch is not None:
-                self._watch.fetch_again(states, fetch)
+            if ahead is not None:
+                watch.fetch_again(states, fetch)
             else:
                 Private(loader).load_state_dicts(states)
                 iter(Private(loop).data_fetcher)

@@ -12,7 +12,7 @@ from typing import Any, cast
 import lightning.pytorch as pl
 
 from moe_ckpt.callbacks.compat import NAMES
-from moe_ckpt.callbacks.data_position import DataPosition
+from moe_ckpt.callbacks.data_position import DataPosition, LoaderWatch
 from moe_ckpt.callbacks.host import LightningHost, will_stop
 from moe_ckpt.callbacks.lightning_state import restore_finetuning, validation_due
 from moe_ckpt.callbacks.loop_position import (
@@ -66,16 +66,17 @@ class Fit(pl.Callback):
         module: The model.
         options: The user's.
         k: Experts per layer that the run saved before; None if unknown.
+
+    Attributes:
         stopwatch: Counts how long checkpointing keeps the training thread.
+        loaders: Watches the training loaders, which are not made yet.
     """
 
-    def __init__(
-        self, trainer: Any, module: pl.LightningModule, options: Options, k: int | None, stopwatch: Stopwatch
-    ) -> None:
+    def __init__(self, trainer: Any, module: pl.LightningModule, options: Options, k: int | None) -> None:
+        self.stopwatch = Stopwatch()
         self.host = LightningHost(trainer, module, options)
         self.host.count_update = self._count_update
-        self.driver = Driver(self.host, options, _ADVICE, stopwatch)
-        self.stopwatch = stopwatch
+        self.driver = Driver(self.host, options, _ADVICE, self.stopwatch)
         self._policy = type(options.policy).__name__
         self.buckets = buckets_of(trainer)
         self.step_log = StepLog(k, trainer)
@@ -95,6 +96,11 @@ class Fit(pl.Callback):
             self._watch_windows()
         self._epoch_is_whole = False
         self._watch = UpdateWatch(self)
+        self.loaders = LoaderWatch(trainer.fit_loop, self._source, self.stopwatch)
+
+    def _source(self) -> str:
+        """Returns the file of the state that this rank resumed from, or what Lightning loaded."""
+        return str(self.host.trainer.ckpt_path) if self.driver.restored is None else self.driver.restored.path
 
     def _open_log(self) -> GradientLogging:
         from moe_ckpt.gradient_log.recording import fit_log
@@ -184,7 +190,7 @@ class Fit(pl.Callback):
             warn_of_timers(host.trainer)
             reset_validation_flag(host.trainer)
             restore_accumulation(host.trainer)
-        data.restore(host.trainer, resumed=host.generators.due)
+        data.restore(host.trainer, self.loaders, resumed=host.generators.due)
         if driver.restored_step is not None:
             end_complete_epoch(host.trainer)
         host.generators.restore_scheduled()
@@ -367,6 +373,7 @@ class Fit(pl.Callback):
 
     def close(self, grace_secs: float | None) -> None:
         """Releases threads, lock and hooks. Safe to call twice."""
+        self.loaders.close()
         self._watch.close()
         self._counter.close()
         self.driver.close(grace_secs)

@@ -42,7 +42,6 @@ from moe_ckpt.policies.base import Policy
 from moe_ckpt.recovery.recovery_plan import RecoveryPlan
 from moe_ckpt.run.events import StepRecord
 from moe_ckpt.run.options import OptionValues, make_options
-from moe_ckpt.stopwatch import Stopwatch
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -155,9 +154,7 @@ class MoECheckpoint(Checkpoint):
         previous, self._fit = self._fit, None
         if trainer.fast_dev_run:
             return  # a dry run leaves nothing behind, as with Lightning's own checkpoint callbacks
-        stopwatch = Stopwatch()
-        self._data.begin(trainer, lambda: _source(trainer, self._fit), stopwatch)
-        fit = Fit(trainer, pl_module, self.options, self._step_log.k, stopwatch)
+        fit = Fit(trainer, pl_module, self.options, self._step_log.k)
         self._fit, self._step_log = fit, fit.step_log
         trainer.callbacks = [fit, *trainer.callbacks]
         fit.resume(previous)
@@ -228,7 +225,6 @@ class MoECheckpoint(Checkpoint):
             return
         if failure is not None:
             self._fit.driver.survive(failure)
-        self._data.close()
         self._fit.close(timeout_secs)
 
     # --- state inside other checkpoints (ModelCheckpoint beside us) ---
@@ -257,9 +253,12 @@ class MoECheckpoint(Checkpoint):
     ) -> None:
         self._data.save(trainer, checkpoint)
         fit = self._fit
-        if fit is not None and fit.buckets.recorded is not None:
+        if fit is None:
+            return
+        fit.loaders.save(checkpoint)
+        if fit.buckets.recorded is not None:
             self._bucket_order = checkpoint[BUCKETS_KEY] = fit.buckets.recorded
-        if fit is not None and fit.host.windows is not None and fit.driver.replaying is not None:
+        if fit.host.windows is not None and fit.driver.replaying is not None:
             fit.host.windows.strip_optimizer_state(checkpoint, fit.driver.replaying)
 
     def on_load_checkpoint(
@@ -270,9 +269,3 @@ class MoECheckpoint(Checkpoint):
         self._data.load(checkpoint)
         self._bucket_order = checkpoint.pop(BUCKETS_KEY, None)
         self._loaded = checkpoint.pop(RESUME_KEY, None)
-
-
-def _source(trainer: Any, fit: Fit | None) -> str:
-    """Returns the file of the state that this rank resumed from, or what Lightning loaded."""
-    restored = None if fit is None else fit.driver.restored
-    return str(trainer.ckpt_path) if restored is None else restored.path

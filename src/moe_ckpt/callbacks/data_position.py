@@ -288,10 +288,7 @@ class DataPosition:
     """Writes the samplers' positions into checkpoints and restores them, for ``MoECheckpoint``."""
 
     def __init__(self) -> None:
-        self._stored: list[dict[str, int] | None] | None = None
-        self._generators: list[torch.Tensor | None] = []
-        self._fetch: Mapping[str, Any] = {}
-        self._reload_epoch: int | None = None
+        self._loaded: dict[str, Any] = {}
         self._start: _Start | None = None
 
     def save(self, trainer: Any, checkpoint: dict[str, Any]) -> None:
@@ -327,10 +324,8 @@ class DataPosition:
 
     def load(self, checkpoint: dict[str, Any]) -> None:
         """Takes the positions out of a checkpoint, for ``restore``."""
-        self._stored = checkpoint.pop(POSITION_KEY, None)
-        self._generators = checkpoint.pop(GENERATORS_KEY, [])
-        self._fetch = checkpoint.pop(FETCH_KEY, {})
-        self._reload_epoch = checkpoint.pop(RELOAD_KEY, None)
+        keys = (POSITION_KEY, GENERATORS_KEY, FETCH_KEY, RELOAD_KEY)
+        self._loaded = {key: checkpoint.pop(key) for key in keys if key in checkpoint}
 
     def restore(self, trainer: Any, watch: LoaderWatch, *, resumed: bool) -> None:
         """Sets samplers to the loops' position, and makes a new iterator if the present one began elsewhere.
@@ -347,11 +342,10 @@ class DataPosition:
             ConfigError: The positions are of other loaders, another dataset, seed or order.
         """
         loop = trainer.fit_loop
-        reload_epoch, self._reload_epoch = self._reload_epoch, None
-        if reload_epoch is not None and resumed:
-            Private(loop).last_train_dl_reload_epoch = reload_epoch
-        loader, stored, drawn, fetch = Private(loop).combined_loader, self._stored, self._generators, self._fetch
-        self._stored, self._generators, self._fetch, self._start = None, [], {}, None
+        loaded, self._loaded, self._start = self._loaded, {}, None
+        if resumed and RELOAD_KEY in loaded:
+            Private(loop).last_train_dl_reload_epoch = loaded[RELOAD_KEY]
+        loader, stored, fetch = Private(loop).combined_loader, loaded.get(POSITION_KEY), loaded.get(FETCH_KEY, {})
         if loader is None:
             return
         dealers = [dealer_of(part) for part in loader.flattened]
@@ -372,7 +366,7 @@ class DataPosition:
             else:
                 Private(loader).load_state_dicts(states)
                 iter(Private(loop).data_fetcher)
-        for part, state in zip(loader.flattened, drawn, strict=False):
+        for part, state in zip(loader.flattened, loaded.get(GENERATORS_KEY, ()), strict=False):
             generator = _generator_of(part)
             if generator is not None and state is not None:
                 generator.set_state(state)

@@ -21,6 +21,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from moe_ckpt.boost.life import Boosting
 from moe_ckpt.callbacks import host
+from moe_ckpt.commit.persisting import MemorySealer
 from moe_ckpt.driver import torch_model
 from moe_ckpt.gradient_log import densify, optimizers, returning
 from moe_ckpt.gradient_log import replaying as log_replaying
@@ -36,7 +37,6 @@ from moe_ckpt.run import planning
 from moe_ckpt.session.session import CheckpointSession
 from moe_ckpt.slices.snapshot import Snapshot
 from moe_ckpt.testing import kill_process
-from moe_ckpt.tiers.sealing import MemorySealer
 from moe_ckpt.windows.replay import WindowReplay
 from tests.support.standstill import never_returns
 from tests.support.tiny_moe import Router, TinyMoE

@@ -154,12 +154,9 @@ def test_what_cannot_be_unsealed_stays_readable_and_is_never_written_to(tmp_path
 
 
 def tier_of(pool: BufferPool) -> MemoryTier:
-    """Private memory of a run, in which the header of a snapshot says no more than its step."""
+    """Private memory of a run."""
     run = SimpleNamespace(comm=SimpleNamespace(rank=0), model=None, catalog=None)
-    return MemoryTier(run, "run", 0, "life", pool, lambda snapshot: SimpleNamespace(step=snapshot.step, **HEADER))
-
-
-HEADER = {"identity": SimpleNamespace(generation=0), "parts": ()}
+    return MemoryTier(run, "run", 0, "life", pool)
 
 
 def snapshot_in(buffer: Buffer, number: int) -> SimpleNamespace:
@@ -208,7 +205,8 @@ class Roles(RuleBasedStateMachine):
     @rule()
     def write(self):
         number, buffer = self.snapshots[0]
-        self.tier.offer(snapshot_in(buffer, number))
+        header = SimpleNamespace(step=number, identity=SimpleNamespace(generation=0), parts=())
+        self.tier.offer(snapshot_in(buffer, number), header)
         self.offered = True
 
     @precondition(lambda self: self.snapshots)

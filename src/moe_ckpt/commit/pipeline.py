@@ -20,7 +20,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 
 from moe_ckpt.commit.commit import Committer
-from moe_ckpt.commit.persisting import SnapshotResolver, SnapshotThread
+from moe_ckpt.commit.persisting import MemorySealer, SnapshotResolver, SnapshotThread
 from moe_ckpt.commit.room import Room
 from moe_ckpt.core.step import Contents, Facts, Step
 from moe_ckpt.core.tokens import Counts
@@ -36,7 +36,6 @@ from moe_ckpt.slices.snapshot import Encode, Snapshot, copy_at_once, parts_in
 from moe_ckpt.threads import ThreadName
 from moe_ckpt.tiers.host_memory import leave
 from moe_ckpt.tiers.memory_tier import MemoryTier
-from moe_ckpt.tiers.sealing import MemorySealer
 
 log = logging.getLogger("moe_ckpt")
 

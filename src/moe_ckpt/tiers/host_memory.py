@@ -43,7 +43,6 @@ from moe_ckpt.storage import open_storage
 from moe_ckpt.storage.local import free_bytes
 from moe_ckpt.tiers.buffers import BufferPool, arena_limit
 from moe_ckpt.tiers.memory_tier import MemoryTier
-from moe_ckpt.tiers.sealing import SlotHeaders
 
 log = logging.getLogger("moe_ckpt")
 
@@ -103,16 +102,7 @@ def open_memory(run: RunContext, run_id: str, generation: int) -> MemoryTier:
             opened.callback(replicator.close)
         _say_room(run, memory, directory, replicator)
         tier = MemoryTier(
-            run,
-            run_id,
-            generation,
-            life,
-            pool,
-            SlotHeaders(run).of_share,
-            files=files,
-            node=node,
-            left_slots=slots,
-            replicator=replicator,
+            run, run_id, generation, life, pool, files=files, node=node, left_slots=slots, replicator=replicator
         )
         pool.give_up = tier.give_up
         opened.pop_all()  # from here on they are the tier's
@@ -140,7 +130,7 @@ def _open_private(run: RunContext, run_id: str, generation: int, life: str) -> M
         budget = settings.host_memory_bytes or default_budget_bytes(settings.local_ranks, taken_nbytes)
         pool = BufferPool(budget, pinned=settings.pinned)
         pool.map_private()
-        tier = MemoryTier(run, run_id, generation, life, pool, SlotHeaders(run).of_share)
+        tier = MemoryTier(run, run_id, generation, life, pool)
         if earlier is not None:
             tier.take_over(earlier.tier.surrender())
             _registry.remove(earlier)

@@ -22,7 +22,7 @@ import os
 import secrets
 import threading
 from collections import Counter
-from collections.abc import Callable, Collection, Reversible, Sequence
+from collections.abc import Collection, Reversible, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -132,7 +132,6 @@ class MemoryTier:
         generation: Life of the run, newer than all that memory holds.
         life: A token that no other life has, equal on every rank.
         pool: Lends the buffers.
-        describe: Makes the header of a snapshot's share.
         files: Makes the slots; None for private memory.
         node: Name of the machine with the slots (``node_of``).
         left_slots: Slots of earlier lives, which do not count for the pool's budget; see also ``take_over``.
@@ -153,7 +152,6 @@ class MemoryTier:
         generation: int,
         life: str,
         pool: BufferPool,
-        describe: Callable[[Snapshot], SlotHeader],
         *,
         files: MemoryFiles | None = None,
         node: str = "",
@@ -167,7 +165,7 @@ class MemoryTier:
         self.left_slots, self.replicator = left_slots or LeftSlots((), self._free_taken), replicator
         self.complete_step: int | None = None
         self.complete_since: int | None = None
-        self._catalog, self._describe, self._files = run.catalog, describe, files
+        self._catalog, self._files = run.catalog, files
         self._entries: dict[int, _Entry] = {}  # in ascending order
         self._open: list[int] = []  # snapshots that are not settled, oldest first
         self._asked: list[int] = []  # those that the agreement under way is about: the same on all ranks
@@ -217,16 +215,18 @@ class MemoryTier:
             self.left_slots.forget()
             return slots
 
-    def offer(self, snapshot: Snapshot) -> None:
-        """Notes that this rank's share is written, so that the snapshot may be committed from now on. A slot that
-        outlives the process was sealed before; a single step of a window is no checkpoint."""
-        if not self.outlives_process and snapshot.contents.window is None:
-            header = self._describe(snapshot)
-            name = f"{step_dir(header.step, header.identity.generation)} in memory of process {os.getpid()}"
-            slot = Slot(Path(name), snapshot.buffer.memory, None, snapshot.buffer)
-            entry = self._entry(snapshot, state=SEALED, slot=FoundSlot(slot, header))
-            with self._lock:
-                self._entries[entry.number] = entry
+    def offer(self, snapshot: Snapshot, header: SlotHeader) -> None:
+        """Notes that this rank's share is written, so that the snapshot may be committed from now on.
+
+        Args:
+            snapshot: Not a single step of a window.
+            header: That a slot with the share would have.
+        """
+        name = f"{step_dir(header.step, header.identity.generation)} in memory of process {os.getpid()}"
+        slot = Slot(Path(name), snapshot.buffer.memory, None, snapshot.buffer)
+        entry = self._entry(snapshot, state=SEALED, slot=FoundSlot(slot, header))
+        with self._lock:
+            self._entries[entry.number] = entry
 
     # --- all memory ---
 

@@ -94,9 +94,9 @@ def test_plt_by_hand():
     book.mark_saved(Tier.STORAGE, [(0, 0), (0, 2), (1, 0), (1, 1)], book.applied.copy())
     assert book.unsaved().tolist() == [[0, 3, 0], [0, 0, 2]]
     assert book.plt == 0
-    assert book.plt_if_failed_now() == 5 / 16
+    assert book.plt_after(int(book.unsaved().sum())) == 5 / 16
     assert book.recover(2) == FaultRecord(2, lost_tokens=5, stale_experts=2, routed_tokens=16, mlt=5 / 16)
-    assert book.plt == book.plt_if_failed_now() == 5 / 16
+    assert book.plt == book.plt_after(int(book.unsaved().sum())) == 5 / 16
     assert book.unsaved().sum() == 0
 
 
@@ -148,7 +148,7 @@ def test_what_came_from_host_memory_is_not_lost_but_storage_still_lacks_it():
 
 def test_nothing_routed_is_nothing_lost():
     book = TokenBook(LAYERS, EXPERTS)
-    assert (book.plt, book.plt_if_failed_now(), book.recover(0).lost_tokens) == (0.0, 0.0, 0)
+    assert (book.plt, book.plt_after(int(book.unsaved().sum())), book.recover(0).lost_tokens) == (0.0, 0.0, 0)
 
 
 def test_counts_stay_exact_beyond_what_a_float_holds():

@@ -104,7 +104,7 @@ def _facts_of(manifest: Manifest, manifest_bytes: int) -> dict[str, Any]:
         "lost_tokens": book.lost_tokens,
         "faults": len(book.faults),
         "plt": book.plt,
-        "plt_if_returned_to": book.plt_if_failed_now(),
+        "plt_if_returned_to": book.plt_after(int(unsaved.sum())),
         "mlt_of_faults": [fault.mlt for fault in book.faults],
         "mlt_if_returned_to": tokens_at_risk(unsaved, book.applied),
     }

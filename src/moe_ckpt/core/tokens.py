@@ -226,7 +226,11 @@ class TokenBook:
     @property
     def plt(self) -> float:
         """Portion of lost tokens of the run so far, at least 0; 0 before anything was routed."""
-        lost = self.lost_tokens
+        return self.plt_after(0)
+
+    def plt_after(self, more: int) -> float:
+        """Returns PLT as it would be if a recovery lost so many tokens more."""
+        lost = self.lost_tokens + more
         routed = self.routed_tokens if lost else 0
         return lost / routed if routed else 0.0
 
@@ -234,12 +238,6 @@ class TokenBook:
     def worst_mlt(self) -> float | None:
         """The highest MLT of a recovery so far; None before the first."""
         return max((fault.mlt for fault in self.faults), default=None)
-
-    def plt_if_failed_now(self, tier: Tier = Tier.STORAGE) -> float:
-        """Returns PLT if the run failed now and resumed from the newest checkpoint (``StepRecord.at_risk_plt``)."""
-        if not self.routed_tokens:
-            return 0.0
-        return (self.lost_tokens + int(self.unsaved(tier).sum())) / self.routed_tokens
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the book as plain data."""

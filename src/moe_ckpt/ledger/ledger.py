@@ -226,8 +226,7 @@ class Ledger:
     @property
     def at_risk_plt(self) -> float:
         """PLT if the run failed now and came back to the newest committed step."""
-        routed = self.tokens.routed_tokens
-        return (self.tokens.lost_tokens + self.at_risk.tokens) / routed if routed else 0.0
+        return self.tokens.plt_after(self.at_risk.tokens)
 
     def _experts(self, places: Counts) -> Counts:
         """Returns ``[n, 2]`` layer and expert, of the experts at these places of the catalog."""

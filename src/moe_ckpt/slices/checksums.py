@@ -113,7 +113,7 @@ def pieces_of(ends: Numbers, of_types: Sequence[tuple[str, int, int]]) -> list[l
 
     Args:
         ends: Where each slice ends; the next begins there.
-        of_types: As ``CompiledPart.stretches``.
+        of_types: See ``slices.cuts.stretches``.
     """
     bounds = np.concatenate([[0], ends])
     return [

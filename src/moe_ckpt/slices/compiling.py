@@ -124,14 +124,9 @@ class CompiledPart:
         return digests_of([entry.name for entry in self.slices.listed()])
 
     @cached_property
-    def stretches(self) -> Sequence[tuple[str, int, int]]:
-        """Stretches of slices of one type, without side tensors: (type, first slice, the one after the last)."""
-        return stretches(self._table)
-
-    @cached_property
     def pieces(self) -> Sequence[Sequence[Piece]]:
         """The slices, divided into tasks for checking threads."""
-        return pieces_of(self.ends, self.stretches)
+        return pieces_of(self.ends, stretches(self._table))
 
     @property
     def boxes(self) -> tuple[tuple[str, Box], ...]:

@@ -17,8 +17,8 @@ from moe_ckpt.errors import StoreError
 from moe_ckpt.memory.slot import Slot
 from moe_ckpt.policies import Dense, MoC
 from moe_ckpt.reading.memory import slot_storage
-from moe_ckpt.reading.memory.memory_checkpoints import MemoryCheckpoints
 from moe_ckpt.reading.memory.memory_shares import LeftBehind, Share, checkpoints_of, left_behind
+from moe_ckpt.recovery import resume
 from moe_ckpt.recovery.resume import resume_newest
 from moe_ckpt.session.session import CheckpointSession
 from moe_ckpt.storage import LocalStorage
@@ -240,13 +240,12 @@ def test_one_more_lost_node_leaves_a_part_behind(where, tmp_path, monkeypatch): 
         delete_tree(Path(node))
         node.mkdir()
     told: list[LeftBehind | None] = []
-    plain = MemoryCheckpoints.left_behind
 
-    def noted(self, taken):
-        told.append(plain(self, taken))
+    def noted(checkpoints, generation, step):
+        told.append(left_behind(checkpoints, generation, step))
         return told[-1]
 
-    monkeypatch.setattr(MemoryCheckpoints, "left_behind", noted)
+    monkeypatch.setattr(resume, "left_behind", noted)
     assert replicated(where, nodes, again=True, steps=1)[0] == (1, "step_00000001", 0)
     assert {(each.step, len(each.writers)) for each in told} == {(6, 1)}
 

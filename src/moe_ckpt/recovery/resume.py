@@ -25,7 +25,7 @@ from moe_ckpt.notices import announce
 from moe_ckpt.ports import Communicator, StateTensor, TrainingState
 from moe_ckpt.reading.index import split_key
 from moe_ckpt.reading.memory.memory_checkpoints import MemoryCheckpoints, say_kept
-from moe_ckpt.reading.memory.memory_shares import checkpoints_of
+from moe_ckpt.reading.memory.memory_shares import checkpoints_of, left_behind
 from moe_ckpt.reading.reader import StoreReader, require_dense
 from moe_ckpt.reading.restore import require_fitting
 from moe_ckpt.reading.shared_reading import TensorLoader
@@ -132,7 +132,8 @@ def resume_newest(
             same = (one for one in checkpoints_of(memory.shares) if one.directory == directory)
             # Newer ones than one that is whole in memory, of which memory has a part, were still being made then.
             if not (restored.from_memory and any(checkpoint.is_complete for checkpoint in same)):
-                restored = replace(restored, left_behind=memory.left_behind(restored.manifest))
+                age = restored.manifest.generation, restored.manifest.step
+                restored = replace(restored, left_behind=left_behind(checkpoints_of(memory.shares), *age))
             memory.keep_only(restored.manifest.step if restored.from_memory else None)
             restored = _rebuilding(restored, comm.rank, memory, passed_over)
         return _noting_unread(restored, comm, passed_over.unread) if passed_over.unread else restored

@@ -21,19 +21,18 @@ from moe_ckpt.core.user_text import name_ranks
 from moe_ckpt.errors import CoverageError, DamagedError, OtherLayoutError, RecoveryLoopError, StepRemovedError
 from moe_ckpt.format.manifest import Manifest, OperatorRecord, SlotRecord, age_of, pruned, step_dir
 from moe_ckpt.ledger.coverage import Box, prove_cover
+from moe_ckpt.memory.files import FoundSlot
 from moe_ckpt.memory.slot import set_aside
 from moe_ckpt.notices import announce
 from moe_ckpt.ports import Communicator
 from moe_ckpt.reading.index import blocks_of
 from moe_ckpt.reading.memory.memory_shares import (
-    LeftBehind,
     MemoryCheckpoint,
     Share,
-    base_of,
+    bases_of,
     beneath_of,
     checkpoints_of,
     fullest,
-    left_behind,
     nearest,
     newer_than,
     snapshots_of,
@@ -152,8 +151,7 @@ class MemoryCheckpoints:
 
     def opener(self, checkpoint: MemoryCheckpoint) -> Callable[[], OpenedMemory]:
         """Does the same as ``ask`` for a checkpoint, but counts no start."""
-        stored = [(*age_of(name), name) for name in self.stored]
-        base = next((name for name in base_of(checkpoint, stored) if name not in self._bad_bases), "")
+        base = next((name for name in bases_of(checkpoint, self.stored) if name not in self._bad_bases), "")
         described = self.describe([checkpoint])
         older = [] if self._has_all(checkpoint, described) else beneath_of(checkpoint, snapshots_of(self.shares))
         described += self.describe(older) if older else []
@@ -211,13 +209,6 @@ class MemoryCheckpoints:
                 set_aside(slot.path)
                 log.warning("the memory slot %s is damaged: it is set aside, and not used", slot.path)
 
-    def left_behind(self, taken: Manifest) -> LeftBehind | None:
-        """Returns what memory had that is newer than ``taken``, from which the run resumes; None if nothing.
-
-        The same on every rank.
-        """
-        return left_behind(checkpoints_of(self.shares), taken.generation, taken.step)
-
     def keep_only(self, step: int | None) -> None:
         """Deletes all slots but those of the checkpoint from which the run resumes.
 
@@ -225,9 +216,7 @@ class MemoryCheckpoints:
             step: The step of that checkpoint, if memory gave a part of it. None if it gave nothing: then the slots stay
                 that only another layout can use.
         """
-        shares = self._of_other_layout if step is None else set(self.used.values())
-        numbers = {share.number for share in shares if share.holder == self._comm.rank}
-        slots = [self._slots[number] for number in sorted(numbers)]
+        slots = list(self._here(self._of_other_layout if step is None else self.used.values()).values())
         self._slots = ()  # so that ``left_slots`` has the only references to what it deletes
         self._tier.left_slots.keep(slots)
         self._tier.complete_step = step
@@ -236,8 +225,8 @@ class MemoryCheckpoints:
 
     def note_lasting_start(self, shares: Iterable[Share]) -> None:
         """Counts this start on the slots of ``shares``, which ranks kept of the newest step, until a step ends."""
-        for number in sorted({share.number for share in shares if share.holder == self._comm.rank}):
-            self._tier.left_slots.note_start(self._slots[number], lasting=True)
+        for slot in self._here(shares).values():
+            self._tier.left_slots.note_start(slot, lasting=True)
 
     def _note_start(self, directory: str, checkpoint: MemoryCheckpoint) -> None:
         """Counts this start on every slot of the checkpoint, on every node."""
@@ -249,9 +238,15 @@ class MemoryCheckpoints:
                 for share in shares
             ]
             raise RecoveryLoopError(directory, starts, slots, self._tier.run_id, self._tier.root)
-        for number in {share.number for share in shares if share.holder == self._comm.rank} - self._noted:
-            self._noted.add(number)
-            self._tier.left_slots.note_start(self._slots[number])
+        for number, slot in self._here(shares).items():
+            if number not in self._noted:
+                self._noted.add(number)
+                self._tier.left_slots.note_start(slot)
+
+    def _here(self, shares: Iterable[Share]) -> dict[int, FoundSlot]:
+        """Returns those of this rank's slots that ``shares`` are, by their numbers."""
+        numbers = {share.number for share in shares if share.holder == self._comm.rank}
+        return {number: self._slots[number] for number in sorted(numbers)}
 
     def _beneath(self, directory: str) -> Manifest | None:
         """Returns the checkpoint on storage of this name, None if it is empty. Raises as ``StoreReader.manifest``."""
@@ -359,12 +354,9 @@ class MemoryCheckpoints:
         """
         self.used = {**self.used, **{path: file.share for path, file in files.items()}}
         checker = self._tier.left_slots.checker
-        checker.only({self._slots[share.number] for share in self.used.values() if share.holder == self._comm.rank})
-        mine = {file.share.number for file in files.values() if file.share.holder == self._comm.rank}
-        slots_by_number = {number: self._slots[number] for number in sorted(mine)}
-        slots = SlotStorage(
-            self._reader.storage, self._comm, self._tier.node, slots_by_number, self.paths, files, checker=checker
-        )
+        checker.only(self._here(self.used.values()).values())
+        mine = self._here(file.share for file in files.values())
+        slots = SlotStorage(self._reader.storage, self._comm, self._tier.node, mine, self.paths, files, checker=checker)
         if not self._tier.outlives_process:
             slots.places = ("this job's processes",)
         reader = StoreReader(slots, patience_secs=0.0)  # storage beneath the slots is patient itself

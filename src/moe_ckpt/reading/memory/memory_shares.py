@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 from moe_ckpt.core.step import Step
-from moe_ckpt.format.manifest import step_dir
+from moe_ckpt.format.manifest import age_of, step_dir
 from moe_ckpt.format.slot import GRADIENTS, STATE, TENSORS
 from moe_ckpt.ledger.freshness import STALE, UNKNOWN, of_all
 
@@ -446,7 +446,7 @@ def nearest(shares: Sequence[Share], rank: int, node: str) -> Share:
     return min(shares, key=lambda share: (share.holder != rank, share.node != node, share.holder, share.number))
 
 
-def base_of(checkpoint: MemoryCheckpoint, stored: Sequence[tuple[int, int, str]]) -> list[str]:
+def bases_of(checkpoint: MemoryCheckpoint, stored: Sequence[str]) -> list[str]:
     """Returns the checkpoints on storage that may complete a part of the model's state in memory, best first.
 
     These are checkpoints that the same life wrote or resumed from, since another branch of the run has other states at
@@ -454,11 +454,8 @@ def base_of(checkpoint: MemoryCheckpoint, stored: Sequence[tuple[int, int, str]]
 
     Args:
         checkpoint: In memory.
-        stored: (generation, step, directory) of those on storage, newest first.
+        stored: Directories of those on storage, newest first.
     """
-    mine = [
-        directory
-        for generation, step, directory in stored
-        if generation == checkpoint.generation and step <= checkpoint.step
-    ]
-    return mine + [directory for *_, directory in stored if directory == checkpoint.base and directory not in mine]
+    first, last = (checkpoint.generation, 0), (checkpoint.generation, checkpoint.step)
+    mine = [directory for directory in stored if first <= age_of(directory) <= last]
+    return mine + [directory for directory in stored if directory == checkpoint.base and directory not in mine]

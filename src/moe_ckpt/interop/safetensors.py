@@ -22,7 +22,8 @@ from moe_ckpt.format.shard import MAX_HEADER_BYTES, TORCH_DTYPES, dtype_name
 from moe_ckpt.interop.hub_names import hub_model
 from moe_ckpt.interop.whole import WholeCheckpoint
 from moe_ckpt.ledger.coverage import Box
-from moe_ckpt.storage.base import Storage
+from moe_ckpt.storage.base import Chunk, Storage
+from moe_ckpt.storage.local import ACCESS, create_file
 
 SUFFIX = ".safetensors"
 SINGLE_NAME = "model.safetensors"
@@ -416,12 +417,8 @@ def _summary(checkpoint: WholeCheckpoint) -> dict[str, Any]:
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    _write_file(path, iter([(json.dumps(content, indent=2) + "\n").encode()]))
+    _write_file(path, [(json.dumps(content, indent=2) + "\n").encode()])
 
 
-def _write_file(path: Path, chunks: Iterator[bytes | memoryview]) -> None:
-    with path.open("xb") as file:
-        for chunk in chunks:
-            file.write(chunk)
-        file.flush()
-        os.fsync(file.fileno())
+def _write_file(path: Path, chunks: Iterable[Chunk]) -> None:
+    create_file(str(path), chunks, ACCESS["umask"])

@@ -117,7 +117,7 @@ class LocalStorage:
         try:
             self._make_directory(self.root)
             try:
-                _create(temporary, [b"moe_ckpt"], self._access)
+                create_file(temporary, [b"moe_ckpt"], self._access)
             finally:
                 _unlink(temporary)
         except OSError as error:
@@ -143,7 +143,7 @@ class LocalStorage:
             raise FileExistsError(errno.EEXIST, "a checkpoint file is never overwritten", target)
         temporary = os.path.join(directory, _temporary_name(name))
         try:
-            nbytes = _create(temporary, chunks, self._access, self._on_phase)
+            nbytes = create_file(temporary, chunks, self._access, self._on_phase)
             self._on_phase("rename")
             _publish(temporary, target)
         finally:
@@ -277,7 +277,7 @@ def replace_file(path: str | os.PathLike[str], data: Chunk) -> None:
     make_directories(directory)
     temporary = os.path.join(directory, _temporary_name(name))
     try:
-        _create(temporary, [data], PRIVATE)
+        create_file(temporary, [data], PRIVATE)
         os.replace(temporary, os.path.join(directory, name))
     finally:
         _unlink(temporary)
@@ -365,10 +365,10 @@ def make_directories(directory: str, access: Access = PRIVATE) -> list[str]:
     return created
 
 
-def _create(
+def create_file(
     path: str, chunks: Iterable[Chunk], access: Access, on_phase: Callable[[str], None] = lambda phase: None
 ) -> int:
-    """Create the file, write, sync and close it; returns its size in bytes. The caller cleans up."""
+    """Creates a file, writes, syncs and closes it; returns its size in bytes. The caller cleans up."""
     on_phase("write")
     descriptor = access.create(path, os.O_WRONLY | os.O_EXCL)
     # Leaving the block closes the file, which is where network filesystems report late write errors.

@@ -27,7 +27,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from types import TracebackType
 
 from moe_ckpt.errors import StoreInUseError, StoreUnwritableError
 from moe_ckpt.storage.base import Storage
@@ -174,9 +173,7 @@ class StoreLock:
         self.acquire()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
     def _register(self) -> None:

@@ -25,7 +25,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -63,6 +63,14 @@ _SEALING_PORTION = 0.05
 _PLANNING_NBYTES = 20 << 10
 """Approximate memory for planning an operator of this rank's share that was never planned before."""
 _Counted = tuple[Counts, Counts | None]
+
+
+class _Newest(NamedTuple):
+    """The newest step, how its plain state is encoded, and the tokens that this rank counted in it."""
+
+    step: int
+    plain: Encode
+    tokens: Deferred[StepTokens]
 
 
 @dataclass(frozen=True)
@@ -125,9 +133,7 @@ class Survivor:
 
     def __init__(self, run: RunContext, snapshots: Snapshotter) -> None:
         self._run, self._snapshots = run, snapshots
-        self._step: int | None = None
-        self._plain: Encode | None = None
-        self._tokens: Deferred[StepTokens] | None = None
+        self._newest: _Newest | None = None
         self._states: StateKeeper | None = None
         self._patience = Patience(time.perf_counter())
         self._weights: Fingerprint | None = None
@@ -135,7 +141,7 @@ class Survivor:
 
     def step_ends(self, step: int, plain: Encode, tokens: Deferred[StepTokens]) -> None:
         """See ``session.session.NewestStep``."""
-        self._step, self._plain, self._tokens = step, plain, tokens
+        self._newest = _Newest(step, plain, tokens)
 
     def note_weights(self) -> None:
         """Fingerprints weights and optimizer state of the newest step, since other code may change them from now on."""
@@ -147,25 +153,25 @@ class Survivor:
 
     def keep_plain(self, *, described: bool) -> None:
         """See ``session.session.NewestStep``: tensors of the plain state are copied."""
-        if self._plain is None:
+        if self._newest is None:
             return
+        step, plain, tokens = self._newest
         if not described:  # the plain state refers to it
             self._snapshots.live.describe()
         try:
-            encoded, side = self._plain()
+            encoded, side = plain()
         except Exception as error:  # of user code, or of state that cannot be encoded
-            log.warning("the plain state of step %s is not kept: %r", self._step, error)
-            self._plain = None
+            log.warning("the plain state of step %s is not kept: %r", step, error)
+            self._newest = None
             return
         copied = encoded, [(entry, tensor.clone()) for entry, tensor in side]
-        self._plain = lambda **_: copied
-        if self._step is None or self._tokens is None or not self._is_lent_whole:
-            return
+        self._newest = _Newest(step, lambda **_: copied, tokens)
         memory = self._snapshots.pipeline.memory
-        if self._states is None and memory is not None:
+        if memory is None or not self._is_lent_whole:
+            return
+        if self._states is None:
             self._states = StateKeeper(memory.files, self._run.comm.world_size)
-        if self._states is not None:
-            self._states.keep(self._step, self._snapshots.booking.run_ledger.index, copied, self._tokens)
+        self._states.keep(step, self._snapshots.booking.run_ledger.index, copied, tokens)
 
     def update_begins(self, now: float) -> None:
         """Waits a little before an update for a snapshot that is still being sealed.
@@ -198,26 +204,25 @@ class Survivor:
         Returns:
             The result; None if no step has ended yet.
         """
-        began, step, plain = time.monotonic(), self._step, self._plain
-        opened = self._snapshots.opened
-        if step is None or plain is None or opened is None or opened.memory is None:
+        began, newest, opened = time.monotonic(), self._newest, self._snapshots.opened
+        if newest is None or opened is None or opened.memory is None:
             return None
-        self._step = None  # once
+        self._newest, step = None, newest.step  # once
         try:
-            nbytes = self._seal(step, plain, began + secs)
+            nbytes = self._seal(newest, began + secs)
         except (FutureTimeoutError, TimeoutError):
             return Survived(step, problem=f"not sealed within {secs:g} s (Memory(survivor_secs))", is_open=True)
         except (MoECheckpointError, OSError, RuntimeError) as error:
             return Survived(step, problem=f"{type(error).__name__}: {error}")
         return Survived(step, nbytes, time.monotonic() - began)
 
-    def _seal(self, step: int, plain: Encode, until: float) -> int:
+    def _seal(self, newest: _Newest, until: float) -> int:
         """Returns bytes of tensors."""
-        catalog, newest = self._run.catalog, self._snapshots.newest
-        tokens = self._counted(step, until)
+        catalog, begun, step = self._run.catalog, self._snapshots.newest, newest.step
+        tokens = self._counted(newest, until)
         agreed = tokens[1] is None  # otherwise the newest snapshot waits for tokens in vain
-        if agreed and newest is not None and newest.step == step and newest.contents.is_whole(catalog.everything):
-            self._wait(newest, until)
+        if agreed and begun is not None and begun.step == step and begun.contents.is_whole(catalog.everything):
+            self._wait(begun, until)
             return 0
         _require_room(self._run, self._snapshots.pipeline)
 
@@ -227,7 +232,7 @@ class Survivor:
                 counted = np.zeros_like(counted)  # the other rank's are beside its plain state
             return self._snapshots.begin_parting(plan, plain, (applied, counted), of, _remaining_secs(until))
 
-        mine = begin(SnapshotPlan(step, catalog.everything), plain)
+        mine = begin(SnapshotPlan(step, catalog.everything), newest.plain)
         nbytes = mine.nbytes
         placement = self._run.placement
         alike = placement.expert_peers or placement.peers
@@ -242,10 +247,10 @@ class Survivor:
         self._wait(mine, until)
         return nbytes
 
-    def _counted(self, step: int, until: float) -> _Counted:
+    def _counted(self, newest: _Newest, until: float) -> _Counted:
         """Returns the tokens by the end of the step if ranks have agreed on them; else those before, and this
         rank's."""
-        booking = self._snapshots.booking
+        booking, step = self._snapshots.booking, newest.step
         try:
             if booking.sent_step == step:
                 return booking.applied.result(min(AGREEMENT_SECS, AGREEMENT_PORTION * _remaining_secs(until))), None
@@ -253,9 +258,7 @@ class Survivor:
             log.info("the ranks had not agreed on the tokens of step %d when training stopped: %r", step, error)
             # Otherwise a snapshot of the step that waits for them would block the one that is sealed now.
             self._run.comm.abort(f"training stopped before the ranks agreed on the tokens of step {step}")
-        if self._tokens is None:
-            raise RuntimeError("nothing was counted")
-        return booking.run_ledger.tokens.applied.copy(), self._tokens.result().applied
+        return booking.run_ledger.tokens.applied.copy(), newest.tokens.result().applied
 
     def _wait(self, snapshot: Snapshot, until: float) -> None:
         """Waits until the snapshot is sealed, and those that were begun after it."""

@@ -96,11 +96,6 @@ class Placed:
         return array.permute(self.order)
 
 
-def whole(name: str, shape: Shape) -> BlockPart:
-    """Returns the part of a parameter that is a whole tensor."""
-    return BlockPart(name, shape, 0, straight(shape))
-
-
 def straight(shape: Shape) -> tuple[Axis, ...]:
     """Returns the axes of an untransposed block of ``shape`` at the beginning of the whole tensor."""
     return tuple(Axis(dim, (AxisSegment(0, size, 0),)) for dim, size in enumerate(shape))

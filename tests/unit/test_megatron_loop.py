@@ -13,6 +13,7 @@ from torch.nn.modules import module as nn_module
 from moe_ckpt.driver.messages import Messages
 from moe_ckpt.driver.states import Moment
 from moe_ckpt.errors import ConfigError, StoreError, UnencodableStateError
+from moe_ckpt.megatron import optimizers
 from moe_ckpt.megatron.checkpoint import on_first_forward
 from moe_ckpt.megatron.host import Loop, Progress, other_layout, restore_stateful
 from moe_ckpt.megatron.optimizers import StepWatch
@@ -77,6 +78,34 @@ def test_the_moments_of_a_step():
     watch.close()
     inner.step()
     assert len(told) == 3
+
+
+class Fails(torch.optim.SGD):
+    def step(self, closure: Any = None) -> None:
+        raise ArithmeticError
+
+
+@pytest.mark.parametrize("within", [True, False])
+def test_an_update_is_completed_unless_it_failed_within_an_inner_optimizer(monkeypatch, within: bool):
+    first, second = (kind([nn.Parameter(torch.zeros(1))]) for kind in (torch.optim.SGD, Fails))
+    told, completed = [], []
+    monkeypatch.setattr(optimizers, "finish_update", lambda optimizer, ended: completed.append([*ended]))
+
+    def step() -> None:
+        first.step()
+        if within:
+            second.step()
+        raise ArithmeticError  # where weights are gathered
+
+    optimizer = SimpleNamespace(step=step)
+    watch = watched(optimizer, note=told.append, inner=[first, second])
+    with pytest.raises(ArithmeticError):
+        optimizer.step()
+    watch.close()
+    if within:
+        assert (completed, told) == ([], [Moment.REDUCING, Moment.WRITING, Moment.WRITING])
+    else:
+        assert (completed, told) == ([[id(first)]], [Moment.REDUCING, Moment.WRITING, Moment.WRITTEN_ALONE])
 
 
 def test_the_first_training_forward_pass_of_the_model():

@@ -86,6 +86,45 @@ def test_transformer_engines_experts_are_those_of_sequential_mlp(ranks: int, set
         assert set(found) == expected
 
 
+def compare_grouped(rank: int, world_size: int, setup: Setup) -> int:
+    """As ``GroupedMLP.forward`` multiplies, without a transpose, by ``weight1.view(experts, hidden, -1)``."""
+    from moe_ckpt.comm.communicator import make_communicator
+    from moe_ckpt.megatron.inventory import take_inventory, unwrapped
+    from moe_ckpt.megatron.training_state import MegatronTrainingState
+    from tests.support import megatron_gpt
+
+    built = megatron_gpt.build(setup, 1)
+    state = MegatronTrainingState(take_inventory(built.chunks), built.optimizer, make_communicator(60))
+    stored: dict[str, dict[tuple[int, ...], torch.Tensor]] = {}
+    for tensor in state.tensors():
+        stored.setdefault(tensor.key, {})[tensor.offsets] = tensor.local
+    model: Any = unwrapped(built.chunks[0])
+    part = rank if setup.etp == 2 else 0
+    share, names = setup.ffn // (setup.etp or 1), set()
+    for number, layer in enumerate(model.decoder.layers):
+        experts, hidden = layer.mlp.experts, layer.mlp.config.hidden_size
+        first = experts.weight1.detach().view(experts.num_local_experts, hidden, -1)
+        second = experts.weight2.detach().view(experts.num_local_experts, -1, hidden)
+        for local, expert in enumerate(layer.mlp.local_expert_indices):
+            name = f"model/decoder.layers.{number}.mlp.experts.{expert}"
+            rows, columns = stored[f"{name}.linear_fc1.weight"], stored[f"{name}.linear_fc2.weight"]
+            assert {*rows} == ({(part * share, 0), (setup.ffn + part * share, 0)} if setup.etp == 2 else {(0, 0)})
+            assert torch.equal(torch.cat([rows[at] for at in sorted(rows)]), first[local].T), "gate, then up"
+            assert {*columns} == {(0, part * share)}
+            assert torch.equal(columns[0, part * share], second[local].T)
+            names |= {f"{name}.linear_fc1.weight", f"{name}.linear_fc2.weight"}
+    assert names == {key for key in stored if key.startswith("model/") and ".experts." in key}
+    return len(names)
+
+
+@pytest.mark.parametrize("degrees", [{"ep": 2}, {"tp": 2, "etp": 2}], ids=["experts", "tensors"])
+def test_experts_that_are_concatenated_and_transposed_are_those_of_sequential_mlp(degrees):
+    model = {"layers": 2, "hidden": 16, "ffn": 24, "glu": True, "num_microbatches": 1}
+    setup = Setup(**model, **degrees, precision="bf16", grouped=True)
+    found = run_ranks(compare_grouped, 2, setup, preload=WARM)
+    assert found == [2 * 2 * setup.experts // setup.ep] * 2
+
+
 class Alternating(GroupedLikeTransformerEngine):
     """As ``TEGroupedMLP`` with rows of gate and up that alternate in blocks; their order changes no size."""
 

@@ -13,7 +13,7 @@ import pytest
 
 from moe_ckpt.errors import ConfigError, DamagedError, StoreUnwritableError
 from moe_ckpt.storage import LocalStorage, RemoteStorage, Storage, StoreLock, open_storage
-from moe_ckpt.storage.local import make_directories
+from moe_ckpt.storage.local import PRIVATE, make_directories
 
 PATH = "step_00000001/rank_00000_expert.safetensors"
 
@@ -576,3 +576,12 @@ def test_a_directory_that_another_process_removes_meanwhile_is_made_again(tmp_pa
     monkeypatch.setattr(os, "mkdir", mkdir)
     with pytest.raises(NotADirectoryError, match="is a file, not a directory"):
         make_directories(str(tmp_path / "dangling"))
+
+
+def test_no_file_is_made_through_a_link(tmp_path):
+    """Another user may have put it there, in a directory that all may write to."""
+    link, target = tmp_path / "link", tmp_path / "target"
+    link.symlink_to(target)
+    with pytest.raises(OSError, match="symbolic links"):
+        PRIVATE.create(str(link), os.O_WRONLY)
+    assert not target.exists()

@@ -6,10 +6,11 @@ import lightning.pytorch as pl
 import pytest
 import torch
 
+from moe_ckpt.data import RecoverableDistributedSampler
 from moe_ckpt.errors import ReplayDivergedError
 from moe_ckpt.policies import Dense, MoEvement
 from tests.integration.test_hooks_and_state import fit, same, seeded
-from tests.support.tiny_moe import TinyMoE, state_of
+from tests.support.tiny_moe import TinyMoE, loader, state_of
 
 ACCUMULATED = "trainer accumulate_grad_batches 1 -> 2"
 
@@ -68,6 +69,16 @@ def test_the_same_script_is_told_nothing(tmp_path, caplog):
     caplog.clear()
     fit(tmp_path, without_head(), Dense(1), stop=6)
     assert "hyperparameters differ" not in caplog.text
+
+
+@pytest.mark.parametrize("recoverable", [False, True])
+def test_another_size_of_batches_is_said_where_the_position_counts_batches(tmp_path, caplog, recoverable):
+    for batch, stop in ((2, 3), (2, 4), (4, 6)):
+        caplog.clear()
+        sampled = {"shuffle": False, "sampler": RecoverableDistributedSampler(range(32), 1, 0)} if recoverable else {}
+        fit(tmp_path, seeded(), Dense(1), stop=stop, data=loader(32, batch, **sampled))
+        said = "data loader batch_size 2 -> 4 (training continues with this script's)"
+        assert (said in caplog.text) == (batch == 4 and not recoverable)
 
 
 class SetsRate(pl.Callback):

@@ -45,7 +45,7 @@ def slow_copy(monkeypatch):
     monkeypatch.setattr(copying, "carry_out", slow)
 
 
-def fit(dirpath, model, policy, *, stop=None, callbacks=(), trainer=None, val=None, ckpt_path=None, **options):
+def fit(dirpath, model, policy, *, stop=None, callbacks=(), trainer=None, val=None, ckpt_path=None, data=None, **options):
     checkpoint = MoECheckpoint(policy, dirpath, when_busy="wait")
     trainer = trainer or pl.Trainer(
         callbacks=[checkpoint, *callbacks, *([Stop(stop)] if stop else [])],
@@ -57,7 +57,7 @@ def fit(dirpath, model, policy, *, stop=None, callbacks=(), trainer=None, val=No
     )
     pl.seed_everything(5, verbose=False)
     try:
-        trainer.fit(model, loader(32), val, ckpt_path=ckpt_path)
+        trainer.fit(model, data or loader(32), val, ckpt_path=ckpt_path)
     except Stopped:
         assert stop is not None
     return trainer, checkpoint

@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from types import TracebackType
@@ -33,6 +33,7 @@ from torch.utils.data import BatchSampler
 from moe_ckpt.callbacks.compat import NAMES, DataLoaderIterDataFetcher, PrefetchDataFetcher, Private, Stateful
 from moe_ckpt.callbacks.loop_position import count_batches, set_batch_count
 from moe_ckpt.data import RecoverableDistributedSampler
+from moe_ckpt.driver.changes import Change, batches_of, differing, warn_of_changes
 from moe_ckpt.driver.host import loading_state
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.modeling.rng import capture_rng, restore_rng
@@ -202,6 +203,8 @@ GENERATORS_KEY = "moe_ckpt_loader_generators"
 """Key in a Lightning checkpoint: for each training loader the state of the generator that it was given, or None."""
 RELOAD_KEY = "moe_ckpt_loaders_made"
 """Key in a Lightning checkpoint: the epoch in which loaders were made (``reload_dataloaders_every_n_epochs``)."""
+BATCHES_KEY = "moe_ckpt_loader_batches"
+"""Key in a Lightning checkpoint: for each training loader the sizes that its position counts by (``batches_of``)."""
 
 
 @dataclass(frozen=True)
@@ -289,6 +292,7 @@ class DataPosition:
 
     def __init__(self) -> None:
         self._loaded: dict[str, Any] = {}
+        self._batches: list[dict[str, int | None]] = []
         self._start: _Start | None = None
 
     def save(self, trainer: Any, checkpoint: dict[str, Any]) -> None:
@@ -296,6 +300,8 @@ class DataPosition:
         reload_epoch = Private(trainer.fit_loop).last_train_dl_reload_epoch
         if trainer.reload_dataloaders_every_n_epochs > 1 and math.isfinite(reload_epoch):
             checkpoint[RELOAD_KEY] = reload_epoch
+        if self._batches:
+            checkpoint[BATCHES_KEY] = self._batches
         loader = Private(trainer.fit_loop).combined_loader
         dealers = [] if loader is None else [dealer_of(part) for part in loader.flattened]
         generators = [] if loader is None else [_generator_of(part) for part in loader.flattened]
@@ -324,7 +330,7 @@ class DataPosition:
 
     def load(self, checkpoint: dict[str, Any]) -> None:
         """Takes the positions out of a checkpoint, for ``restore``."""
-        keys = (POSITION_KEY, GENERATORS_KEY, FETCH_KEY, RELOAD_KEY)
+        keys = (POSITION_KEY, GENERATORS_KEY, FETCH_KEY, RELOAD_KEY, BATCHES_KEY)
         self._loaded = {key: checkpoint.pop(key) for key in keys if key in checkpoint}
 
     def restore(self, trainer: Any, watch: LoaderWatch, *, resumed: bool) -> None:
@@ -349,6 +355,9 @@ class DataPosition:
         if loader is None:
             return
         dealers = [dealer_of(part) for part in loader.flattened]
+        self._batches = [batches_of(part) for part in loader.flattened]
+        if trainer.is_global_zero:
+            _compare(loaded.get(BATCHES_KEY, ()), self._batches, dealers)
         epoch = loop.epoch_progress.current.processed
         setters = [setter for part in loader.flattened for setter in _epoch_setters(part)] if resumed and epoch else []
         before = [dealer and dealer.sampler.state_dict() for dealer in dealers]
@@ -370,6 +379,18 @@ class DataPosition:
             generator = _generator_of(part)
             if generator is not None and state is not None:
                 generator.set_state(state)
+
+
+def _compare(
+    before: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]], dealers: Sequence[BatchDealer | None]
+) -> None:
+    """Warns of loaders whose batches differ from the checkpoint's. A recoverable sampler counts in samples."""
+    differences: list[Change] = []
+    for number, (old, new, dealer) in enumerate(zip(before, now, dealers, strict=False)):
+        if dealer is None:
+            name = f"data loader {number} " if len(now) > 1 else "data loader "
+            differences += differing(name, old, new, from_checkpoint=False)
+    warn_of_changes(differences, rank=0)
 
 
 def _generator_of(loader: object) -> torch.Generator | None:

@@ -209,6 +209,7 @@ _LIGHTNING: Schema = {
         "datamodule_hyper_parameters?": mapping(anything),
         "moe_ckpt_data_position?": [maybe(mapping(_integer))],
         "moe_ckpt_loader_generators?": [maybe(_tensor)],
+        "moe_ckpt_loader_batches?": [_SETTINGS],
         "moe_ckpt_fetched_ahead?": {"rng?": _RNG, "consumed?": [anything]},
     },
     "plain": both(_PLAIN, {"optimizers": anything}),

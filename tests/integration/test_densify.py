@@ -232,11 +232,14 @@ def test_memory_of_another_run_is_told_by_its_store(place, capsys):  # noqa: F81
     assert run.store in said
 
 
-def test_what_is_there_already_is_not_made_twice(place, capsys):  # noqa: F811
-    run = killed(logged(LOG, place))
+@pytest.mark.parametrize("window", [1, 3])
+def test_what_is_there_already_is_not_made_twice(window, place, capsys):  # noqa: F811
+    run = killed(logged(replace(LOG, policy=("gradient-log", window)), place))
     assert densify(run) == 0
     assert densify(run) == 2
     assert "is there already" in capsys.readouterr().err
+    assert live(run) == 0
+    assert "damaged" not in output(run), "slots of a step that storage has in other files are intact"
 
 
 def test_whoever_may_read_the_runs_files_may_read_what_is_made(place):  # noqa: F811

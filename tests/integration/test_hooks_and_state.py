@@ -45,7 +45,9 @@ def slow_copy(monkeypatch):
     monkeypatch.setattr(copying, "carry_out", slow)
 
 
-def fit(dirpath, model, policy, *, stop=None, callbacks=(), trainer=None, val=None, ckpt_path=None, data=None, **options):
+def fit(
+    dirpath, model, policy, *, stop=None, callbacks=(), trainer=None, val=None, ckpt_path=None, data=None, **options
+):
     checkpoint = MoECheckpoint(policy, dirpath, when_busy="wait")
     trainer = trainer or pl.Trainer(
         callbacks=[checkpoint, *callbacks, *([Stop(stop)] if stop else [])],

@@ -39,6 +39,9 @@ def test_a_step_that_only_memory_has_is_shown_verified_and_exported(where, tmp_p
     assert committed(where[0]) == ["step_00000001"]
     _, facts = answer(capsys, "inspect", store, "--directory", memory)
     assert (facts["steps"][0]["step"], facts["steps"][0]["in_memory"]) == (6, True)
+    returned = [facts["steps"][0][name] for name in ("unsaved_tokens", "plt_if_returned_to", "mlt_if_returned_to")]
+    assert returned == [0, 0.0, 0.0], "memory has every expert as of the step"
+    assert facts["steps"][0]["routed_tokens"]
     assert facts["steps"][-1]["step"] == 1
     assert not facts["steps"][-1]["in_memory"]
     assert main(["inspect", store, "--directory", memory]) == 0
@@ -92,5 +95,8 @@ def test_a_run_that_is_at_work_is_left_alone(where, capsys):  # noqa: F811
 
 def test_what_storage_has_is_exported_from_there(where, capsys):  # noqa: F811
     train_and_fail(where, steps=1)
-    assert main(["export", str(where[0]), "--directory", str(where[1]), "--to", "dcp"]) == 2
-    assert "is there already" in capsys.readouterr().err
+    assert main(["verify", str(where[0]), "--directory", str(where[1])]) == 0
+    assert "step_00000001 is on storage, and verified there" in capsys.readouterr().err
+    out = str(where[1].parent / "out")
+    assert main(["export", str(where[0]), "--directory", str(where[1]), "--to", "dcp", "-o", out]) == 0
+    assert "step 1 (step_00000001)" in capsys.readouterr().err

@@ -7,11 +7,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from moe_ckpt.core.operators import expert_id
+from moe_ckpt.core.step import Tier
 from moe_ckpt.core.tokens import TokenBook, tokens_at_risk
 from moe_ckpt.errors import DamagedError, StepRemovedError
 from moe_ckpt.format import FORMAT_VERSION
 from moe_ckpt.format.manifest import MANIFEST_NAME, Manifest, age_of
 from moe_ckpt.reading.memory.memory_outside import MemoryOutside
+from moe_ckpt.reading.memory.slot_storage import OpenedMemory
 from moe_ckpt.reading.reader import StoreReader, open_store
 from moe_ckpt.reading.step_storage import listed_again
 
@@ -36,7 +38,7 @@ def describe(path: str | os.PathLike[str], memory: Sequence[str] = ()) -> dict[s
         steps = listed_again(lambda: _describe_steps(reader))
         if memory:
             with MemoryOutside(reader, memory) as outside:
-                in_memory = [_facts_of(manifest, 0) | {"in_memory": True} for manifest in outside.manifests()]
+                in_memory = [_facts_of(opened.manifest, 0, opened) for opened in outside.unstored()]
             steps = sorted((*in_memory, *steps), key=lambda step: age_of(step["directory"]), reverse=True)
     return {
         "store": reader.storage.root,
@@ -68,9 +70,19 @@ def _describe_step(reader: StoreReader, directory: str) -> dict[str, Any]:
         return {"directory": directory, "damage": str(error)}
 
 
-def _facts_of(manifest: Manifest, manifest_bytes: int) -> dict[str, Any]:
+def _facts_of(manifest: Manifest, manifest_bytes: int, opened: OpenedMemory | None = None) -> dict[str, Any]:
+    """Facts about one checkpoint.
+
+    Args:
+        manifest: Its manifest.
+        manifest_bytes: Size of that on storage; 0 of a checkpoint in memory.
+        opened: The checkpoint in memory; None for one on storage.
+    """
     book = TokenBook.from_dict(manifest.tokens, *manifest.model.grid)
-    unsaved = book.unsaved()
+    in_memory = None if opened is None else opened.tokens_from_memory(manifest.operators)
+    if in_memory is not None:
+        book.saved[Tier.HOST] = in_memory
+    unsaved = book.unsaved(Tier.HOST)
     steps = {op: record.step for op, record in manifest.operators.items()}
     versions = [
         [steps.get(expert_id(number, expert)) for expert in range(layer.experts)]
@@ -83,7 +95,7 @@ def _facts_of(manifest: Manifest, manifest_bytes: int) -> dict[str, Any]:
     sizes |= {part.path: part.nbytes for part in manifest.parts}
     return {
         "directory": manifest.directory,
-        "in_memory": False,
+        "in_memory": opened is not None,
         "step": manifest.step,
         "generation": manifest.generation,
         "committed_unix_secs": manifest.created_unix_secs,

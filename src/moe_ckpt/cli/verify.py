@@ -35,17 +35,20 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     """0 when all is well, 1 when something is damaged."""
+    if args.directory:
+        return _run_on_memory(args)
+    return _run_on_storage(args, args.path)
+
+
+def _run_on_storage(args: argparse.Namespace, path: str) -> int:
     from moe_ckpt.errors import StepRemovedError
     from moe_ckpt.format.manifest import MANIFEST_NAME
     from moe_ckpt.reading.reader import locate, open_store
     from moe_ckpt.reading.step_storage import listed_again
     from moe_ckpt.reading.verify import Verified, verify_steps
 
-    if args.directory:
-        return _run_on_memory(args)
-
     def verified() -> tuple[list[str], Verified]:
-        reader, directory = open_store(args.path)
+        reader, directory = open_store(path)
         steps = [directory] if directory is not None else reader.directories()
         with progress_bar("verifying") as progress:
             outcome = verify_steps(reader, steps, progress)
@@ -53,10 +56,10 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
             raise StepRemovedError(reader.storage.root, outcome.removed, f"{outcome.removed[0]}/{MANIFEST_NAME}")
         return [step for step in steps if step not in outcome.removed], outcome
 
-    checked, outcome = verified() if locate(args.path)[1] is not None else listed_again(verified)
+    checked, outcome = verified() if locate(path)[1] is not None else listed_again(verified)
     damages, usable = outcome.damages, outcome.usable
     if args.json:
-        facts = {"path": args.path, "steps": checked, "usable": usable, "removed": outcome.removed}
+        facts = {"path": path, "steps": checked, "usable": usable, "removed": outcome.removed}
         print(json.dumps(facts | {"damages": [asdict(d) for d in damages]}, indent=2))
         return 1 if damages else 0
     if outcome.removed:
@@ -75,17 +78,22 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
 
 
 def _run_on_memory(args: argparse.Namespace) -> int:
-    """Verifies one checkpoint that memory has and storage does not; 0 if it is whole, 1 when something is damaged."""
+    """Verifies one checkpoint in memory, or on storage if that has it: 0 if it is whole, 1 if it is damaged."""
     from moe_ckpt.errors import NoCheckpointError
     from moe_ckpt.format.manifest import age_of
     from moe_ckpt.reading.memory.memory_outside import MemoryOutside, verify_opened
     from moe_ckpt.reading.reader import StoreReader, locate
 
     storage, directory = locate(args.path)
+    step = None if directory is None else age_of(directory)[1]
     with MemoryOutside(StoreReader(storage), args.directory) as memory:
+        stored = memory.stored(step)
+        if stored is not None:
+            print(f"{stored} is on storage, and verified there:", file=sys.stderr)
+            return _run_on_storage(args, f"{storage.root}/{stored}")
         usable: list[str] = []
         try:
-            opened = memory.opened(None if directory is None else age_of(directory)[1], verify_opened)
+            opened = memory.opened(step, verify_opened)
             usable.append(opened.manifest.directory)
         except NoCheckpointError as error:
             if not memory.damages:

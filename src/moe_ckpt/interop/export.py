@@ -29,7 +29,8 @@ from moe_ckpt.format.manifest import Manifest, age_of
 from moe_ckpt.format.shard import TORCH_DTYPES
 from moe_ckpt.interop.safetensors import MAX_FILE_BYTES, Progress, write_for_hub, write_safetensors
 from moe_ckpt.interop.whole import WholeCheckpoint, lightning_dict, whole
-from moe_ckpt.reading.memory.memory_outside import memory_step
+from moe_ckpt.reading.memory.memory_outside import MemoryOutside, verify_opened
+from moe_ckpt.reading.memory.slot_storage import OpenedMemory
 from moe_ckpt.reading.reader import StoreReader, locate, with_step
 from moe_ckpt.storage.local import why_unwritable
 
@@ -72,7 +73,8 @@ def export(
             50 GB.
         config: Of ``hf``, for checkpoints of Megatron: the directory of the model's ``config.json``, or that file.
         chosen: Told which checkpoint is taken, before anything of it is written; again of one that takes its place.
-        memory: Directories as in ``Memory(directory=...)``, of an ended run: it is taken from there.
+        memory: Directories as in ``Memory(directory=...)``, of an ended run: it is taken from there if storage has not
+            the same step, or a newer one where none is named.
 
     Returns:
         The path written.
@@ -109,8 +111,24 @@ def export(
     if not memory:
         return with_step(step_path, written)
     storage, directory = locate(step_path)
-    with memory_step(StoreReader(storage), memory, None if directory is None else age_of(directory)[1]) as opened:
+    step = None if directory is None else age_of(directory)[1]
+    with MemoryOutside(StoreReader(storage), memory) as outside:
+        stored = outside.stored(step)
+        if stored is not None:
+            return with_step(f"{storage.root}/{stored}", written)
+        opened = outside.opened(step, partial(_verify, store=storage.root))
         return written(opened.reader, opened.manifest)
+
+
+def _verify(opened: OpenedMemory, store: str) -> None:
+    """Reads every byte of a checkpoint in memory. Raises as ``MemoryOutside.opened``, or ``UnsupportedError``."""
+    if opened.logged:
+        step = opened.manifest.step
+        raise UnsupportedError(
+            f"step {step} in memory is a step of a gradient log: write it to the store first, with moe-ckpt densify "
+            f"{store} --step {step}"
+        )
+    verify_opened(opened)
 
 
 def _write(reader: StoreReader, manifest: Manifest, writer: _Writer, target: Path, progress: Progress) -> Path:

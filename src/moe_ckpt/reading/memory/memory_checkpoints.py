@@ -332,11 +332,18 @@ class MemoryCheckpoints:
         return OpenedMemory(reader, slots, manifest, beneath, view.fresh, logged, chained=chained)
 
     def _require_same(self, part: SlotFiles, stored: Manifest) -> None:
-        """Raises ``DamagedError`` unless the slots are of the checkpoint that storage has by the same name.
+        """Refuses slots that are not of the checkpoint that storage has by the same name.
 
-        A life that ended before its first commit may have used that name, too.
+        A life that ended before its first commit may have used that name, or ``densify`` has made the checkpoint.
+
+        Raises:
+            CoverageError: Storage has everything as of the step, so that nothing is lost with the slots.
+            DamagedError: It has not.
         """
         other = next((state for state in part.states if state not in stored.states), None)
+        is_dense = all(record.step == stored.step for record in stored.operators.values())
+        if other is not None and is_dense:
+            raise CoverageError("storage has another dense checkpoint of the step", ("it is read from there",))
         if other is not None:
             self.used = {other.path: part.files[other.path].share}
             reason = "it differs from storage: another life of the run has used the same name"

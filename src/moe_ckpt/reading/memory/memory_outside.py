@@ -20,9 +20,8 @@ from moe_ckpt.errors import (
     NoCheckpointError,
     StepRemovedError,
     StoreError,
-    UnsupportedError,
 )
-from moe_ckpt.format.manifest import Manifest, ModelRecord
+from moe_ckpt.format.manifest import Manifest, ModelRecord, age_of
 from moe_ckpt.memory.directory import (
     RankDirectory,
     entries,
@@ -106,7 +105,7 @@ class MemoryOutside:
         """Returns complete checkpoints, newest first; sparse windows, which must be replayed, only if ``windows``."""
         return [one for one in checkpoints_of(self.memory.shares) if one.is_complete and (windows or not one.is_window)]
 
-    def manifests(self) -> Iterator[Manifest]:
+    def unstored(self) -> Iterator[OpenedMemory]:
         """Yields the checkpoints that are whole in memory, and that storage does not have, newest first. Of a gradient
         log, whose steps are all checkpoints, only the newest.
 
@@ -117,7 +116,21 @@ class MemoryOutside:
         newest_log = next((one for one in checkpoints if one.is_log), None)
         for checkpoint in checkpoints:
             if checkpoint is newest_log or not checkpoint.is_log:
-                yield self.memory.opener(checkpoint)().manifest
+                yield self.memory.opener(checkpoint)()
+
+    def stored(self, step: int | None) -> str | None:
+        """Returns the step directory to read on storage, which has the step; None if only memory may have it.
+
+        Args:
+            step: None for the newest.
+        """
+        directories = self._reader.directories()
+        if step is not None:
+            return next((directory for directory in directories if age_of(directory)[1] == step), None)
+        newest = next(iter(self._complete()), None)
+        if newest is None or not directories or age_of(directories[0]) < age_of(newest.directory):
+            return None
+        return directories[0]
 
     def opened(self, step: int | None, verify: Callable[[OpenedMemory], None]) -> OpenedMemory:
         """Returns a checkpoint whose bytes were verified: of damaged slots other copies are taken, if there are any.
@@ -185,32 +198,6 @@ class MemoryOutside:
             return "it is a step of a sparse window, or the snapshots of its ranks do not fit together"
         problems = (f"step {', '.join(map(str, steps[:_SHOWN]))}: {problem}" for problem, steps in gaps.items())
         return f"{'; '.join(problems)}. Give the directories of all nodes, or of the peers that hold copies"
-
-
-@contextlib.contextmanager
-def memory_step(reader: StoreReader, roots: Sequence[str], step: int | None) -> Iterator[OpenedMemory]:
-    """Gives a checkpoint that lies in memory and not on storage, every byte of it verified. Memory is locked meanwhile.
-
-    Args:
-        reader: Of the run's store.
-        roots: As in ``Memory(directory=...)``, of all nodes.
-        step: Of the state; None for the newest.
-
-    Raises:
-        NoCheckpointError, StoreError, ConfigError: As ``MemoryOutside`` and ``MemoryOutside.opened``.
-        UnsupportedError: It is a step of a gradient log, which has to be made dense first.
-    """
-
-    def verify(opened: OpenedMemory) -> None:
-        if opened.logged:
-            raise UnsupportedError(
-                f"step {opened.manifest.step} in memory is a step of a gradient log: write it to the store first, with "
-                f"moe-ckpt densify {reader.storage.root} --step {opened.manifest.step}"
-            )
-        verify_opened(opened)
-
-    with MemoryOutside(reader, roots) as memory:
-        yield memory.opened(step, verify)
 
 
 def verify_opened(opened: OpenedMemory) -> None:

@@ -47,23 +47,32 @@ def _run_on_storage(args: argparse.Namespace, path: str) -> int:
     from moe_ckpt.reading.step_storage import listed_again
     from moe_ckpt.reading.verify import Verified, verify_steps
 
-    def verified() -> tuple[list[str], Verified]:
+    def verified() -> tuple[list[str], list[str], Verified]:
         reader, directory = open_store(path)
-        steps = [directory] if directory is not None else reader.directories()
+        steps, uncommitted = ([directory], []) if directory else (reader.directories(), reader.uncommitted())
         with progress_bar("verifying") as progress:
             outcome = verify_steps(reader, steps, progress)
         if outcome.is_empty:
             raise StepRemovedError(reader.storage.root, outcome.removed, f"{outcome.removed[0]}/{MANIFEST_NAME}")
-        return [step for step in steps if step not in outcome.removed], outcome
+        return [step for step in steps if step not in outcome.removed], uncommitted, outcome
 
-    checked, outcome = verified() if locate(path)[1] is not None else listed_again(verified)
+    checked, uncommitted, outcome = verified() if locate(path)[1] is not None else listed_again(verified)
     damages, usable = outcome.damages, outcome.usable
     if args.json:
-        facts = {"path": path, "steps": checked, "usable": usable, "removed": outcome.removed}
+        facts = {
+            "path": path,
+            "steps": checked,
+            "usable": usable,
+            "removed": outcome.removed,
+            "uncommitted": uncommitted,
+        }
         print(json.dumps(facts | {"damages": [asdict(d) for d in damages]}, indent=2))
         return 1 if damages else 0
     if outcome.removed:
         print(f"removed by retention while it was read, not checked: {', '.join(outcome.removed)}")
+    if uncommitted:
+        why = f"without {MANIFEST_NAME}: being written, left unfinished, or damaged"
+        print(f"not checked: {', '.join(uncommitted)} ({why})")
     for damage in damages:
         hit = f"needed by {', '.join(damage.affects)}" if damage.affects else "no committed step needs these bytes"
         print(f"damaged: {damage} ({hit})")

@@ -10,6 +10,7 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from itertools import takewhile
 from typing import Any, TypeVar
 
 import torch
@@ -124,11 +125,24 @@ class StoreReader:
 
     def directories(self) -> list[str]:
         """Returns the committed step directories, newest first by (generation, step)."""
-        with reported(self.storage.root):
-            committed = each_step(self.storage, lambda name: self.storage.exists(f"{name}/{MANIFEST_NAME}"))
+        committed = self._committed()
         names = [name for name in reversed(committed) if committed[name]]
         self.storage.note_listed(names)
         return names
+
+    def uncommitted(self) -> list[str]:
+        """Returns the step directories that are newer than every committed one, newest first.
+
+        The run is writing them, or ended while it did, or their manifests are gone. An older directory without a
+        manifest may have files that newer checkpoints need.
+        """
+        committed = self._committed()
+        return [*takewhile(lambda name: not committed[name], reversed(committed))]
+
+    def _committed(self) -> dict[str, bool]:
+        """Returns step directory -> whether it has a manifest, oldest first."""
+        with reported(self.storage.root):
+            return each_step(self.storage, lambda name: self.storage.exists(f"{name}/{MANIFEST_NAME}"))
 
     def manifest(self, directory: str) -> Manifest:
         """Returns the manifest of a step directory. Raises ``DamagedError`` if it is of another directory or run."""

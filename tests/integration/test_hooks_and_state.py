@@ -13,7 +13,7 @@ from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging
 
 from moe_ckpt.callbacks import MoECheckpoint, MoECheckpointIO
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.policies import Dense, MoC
+from moe_ckpt.policies import Dense, MoC, MoEvement
 from moe_ckpt.reading.reader import open_step
 from moe_ckpt.slices import copying
 from tests.support.tiny_moe import TinyMoE, loader, state_of
@@ -254,3 +254,19 @@ def test_a_step_can_be_evaluated_with_and_without_the_callback(tmp_path):
     assert trainer.validate(seeded(), val, ckpt_path=step, verbose=False) == expected
     bare = pl.Trainer(accelerator="cpu", logger=False, enable_progress_bar=False, plugins=[MoECheckpointIO()])
     assert bare.validate(seeded(), val, ckpt_path=step, verbose=False) == expected
+
+
+@pytest.mark.parametrize(
+    ("policy", "said"),
+    [
+        (Dense(4), "training stopped at step 7. The newest checkpoint is of step 4: 3 steps will be computed again"),
+        (Dense(6), "training stopped at step 7. The newest checkpoint is of step 6: one step will be computed again"),
+        (Dense(9), "training stopped at step 7. There is no checkpoint: 7 steps will be computed again"),
+        (MoEvement(window=5), "training stopped at step 7. The newest checkpoint is of step 5: 2 steps will"),
+        (Dense(1), ""),
+    ],
+)
+def test_a_stop_says_what_is_saved(tmp_path, caplog, policy, said):
+    fit(tmp_path, seeded(), policy, stop=7)
+    assert said in caplog.text
+    assert ("training stopped" in caplog.text) == bool(said)

@@ -141,6 +141,19 @@ class Messages:
             "loop chooses its data by the number of the step"
         )
 
+    def stopped(self, step: int, committed: int | None) -> None:
+        """Says what of a training that did not end normally is saved.
+
+        Args:
+            step: The newest step.
+            committed: The newest one of which there is a checkpoint; None if there is none.
+        """
+        lost = step - (committed or 0)
+        if lost > 0:
+            where = f"The newest checkpoint is of {self._unit} {committed}" if committed else "There is no checkpoint"
+            again = f"{lost} {self._unit}s" if lost > 1 else f"one {self._unit}"
+            self._say("training stopped at %s %d. %s: %s will be computed again", self._unit, step, where, again)
+
     def left_behind(self, step: int, lost_checkpoint: LeftBehind | None) -> None:
         """Warns that the run continues from ``step`` on storage, if memory held newer steps that are lost."""
         if lost_checkpoint is None:

@@ -500,6 +500,7 @@ class Driver:
 
     def close(self, timeout_secs: float | None = None) -> None:
         """Releases threads and lock. Safe to call twice, and after ``finish``."""
+        fails = self.lifecycle.state is State.TRAINING
         self.lifecycle.move(Action.CLOSE, "close()")
         if self.lifecycle.state is State.NEW:
             return
@@ -507,7 +508,9 @@ class Driver:
             self.survivors.end()
         self._close_guests()
         self.last = self.last and self.session.completed(self.last)  # with failures up to the end of training
-        self.session.close(timeout_secs)
+        committed = self.session.close(timeout_secs)
+        if fails and self.survivors is None:  # they have said what they saved
+            self.say.stopped(self._host.step, committed)
 
     def _close_guests(self) -> None:
         """Removes the hooks of guests. Safe to call twice."""

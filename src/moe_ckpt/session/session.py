@@ -453,16 +453,24 @@ class CheckpointSession:
         if failed:
             raise SaveFailedError(ended[-1].step, (ended[-1].cause or "unknown",))
 
-    def close(self, timeout_secs: float | None = None) -> None:
+    def close(self, timeout_secs: float | None = None) -> int | None:
         """Waits for snapshots under way, not too long, and ends the threads. A second call has no effect.
 
         Unless ``finish`` was called, training has failed: the recovery buffer stays in this process's memory for the
         next session on the same store (see ``tiers.host_memory``).
+
+        Returns:
+            The newest committed step that this rank knows of; None if it knows of none.
         """
         secs = self._run.settings.timeout_secs if timeout_secs is None else timeout_secs
         self._leave(secs)
         self._booking.give_up()
+        opened, booked = self._snapshots.opened, self.run_ledger.committed_step
         self._close(secs, keep=True)
+        fates = () if opened is None else opened.persister.fates(-1)
+        ended = [self.run_ledger.pending.get(fate.number) for fate in fates if fate.committed]
+        committed = [one.step for one in ended if one is not None and one.contents.is_checkpoint]
+        return max(committed, default=booked)
 
     def _not_in_time(self, step: int, secs: float) -> SaveFailedError:
         """Returns the error for snapshots that did not end in so many seconds."""

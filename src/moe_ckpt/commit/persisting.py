@@ -459,14 +459,15 @@ class SnapshotResolver:
         )
 
     def _say_failed(self, step: int, cause: str, *, counted: bool) -> None:
-        """Warns of a failure: in full for the first of several in a row and for a new reason, else in short."""
+        """Warns of a failure: in full for the first of several in a row and for a new reason, then of each second,
+        fourth, eighth and so on in short."""
         reason = _FULL if _FULL in cause else _NUMBERS.sub("#", cause)
         in_row = self._failures.in_row
         if not counted:
             log.info("the checkpoint of step %d was not committed; training continues. %s", step, cause)
         elif in_row > 1 and reason == self._reason:
             again = "the checkpoint of step %d was not committed either, for the same reason (%d in a row)"
-            log.warning(again, step, in_row)
+            log.log(logging.INFO if in_row & (in_row - 1) else logging.WARNING, again, step, in_row)
         else:
             advice = " Make room there, or keep fewer checkpoints (retention)." if reason == _FULL else ""
             log.warning("the checkpoint of step %d was not committed; training continues. %s.%s", step, cause, advice)

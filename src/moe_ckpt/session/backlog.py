@@ -84,7 +84,7 @@ class Backlog:
             why: The reason on this rank; empty if only another rank has one.
         """
         self.skips += 1
-        log.info("step %d: no checkpoint, %s", plan.step, why or "another rank has no memory for it")
+        log.debug("step %d: no checkpoint, %s", plan.step, why or "another rank has no memory for it")
 
     def _room_in_time(self, pipeline: Pipeline, measured: Measured) -> bool:
         began, secs = time.monotonic(), self._settings.timeout_secs

@@ -84,6 +84,19 @@ def test_what_was_made_is_lent_again():
     assert pool.held_bytes == PAGE
 
 
+@pytest.mark.parametrize("percent", [60, 78, 95])
+def test_two_buffers_that_use_up_the_budget_are_lent_also_behind_a_smaller_one(percent):
+    """The first snapshot of a start may be smaller than the next ones, and leaves a gap that none of them fits."""
+    nbytes = 10 * MB
+    pool = BufferPool(2 * nbytes)
+    [first] = pool.acquire([nbytes * percent // 100])
+    [second] = pool.acquire([nbytes])
+    pool.give_back(first)
+    assert pool.acquire([nbytes]) is not None
+    assert pool.lent_bytes == pool.budget_bytes
+    pool.give_back(second)
+
+
 def test_a_buffer_given_back_twice_is_an_error():
     pool = BufferPool(BUDGET)
     [buffer] = pool.acquire([1000])

@@ -187,6 +187,8 @@ def test_peers_divide_what_they_hold_alike_and_keep_what_is_their_own():
     other = replace(weight, updated_here=False)
     divided = ExpectedShare([weight, other], specs)
     assert divided.nbytes(model, placement, 1) == 2 * nbytes, "a distributed optimizer: moments are its own"
+    mirrored = [ExpectedShare([weight], specs, sources=[1 - rank]).nbytes(model, placement, rank) for rank in (0, 1)]
+    assert mirrored == [3 * nbytes] * 2, "each keeps its part, and the other's, which it need not be sent"
 
 
 @pytest.mark.parametrize(

@@ -347,9 +347,13 @@ class ExpectedShare:
     Args:
         tensors: This rank's, as they are now.
         specs: Of all ranks' tensors.
+        sources: As of ``MirroredShares``.
     """
 
-    def __init__(self, tensors: Sequence[StateTensor], specs: Sequence[TensorSpec]) -> None:
+    def __init__(
+        self, tensors: Sequence[StateTensor], specs: Sequence[TensorSpec], sources: Sequence[int] = ()
+    ) -> None:
+        self._all, self._sources = tensors, sources
         self._tensors = [tensor for tensor in tensors if not tensor.duplicate]
         self._divided = any(not tensor.updated_here for tensor in tensors)  # by a distributed optimizer
         self._moments = self._missing_moments({spec.parameter: spec for spec in specs if is_weight(spec)})
@@ -362,8 +366,8 @@ class ExpectedShare:
         return sum(tensor.local.nbytes for tensor in self._tensors) + sum(n for _, n in self._moments)
 
     def nbytes(self, catalog: Catalog, placement: Placement, rank: int) -> int:
-        """Returns the bytes that this rank writes, without plain state: its own tensors, and its share of the tensors
-        that its peers hold as well.
+        """Returns the bytes that this rank writes, without plain state: its own tensors, its share of the tensors that
+        its peers hold as well, and what it holds of the shares of ``sources``.
 
         Takes as long as to describe a first snapshot.
 
@@ -375,11 +379,13 @@ class ExpectedShare:
         dealt = Sharder(catalog, placement, self._tensors).assign(catalog.everything)
         cuts = LocalState(catalog, self._tensors).cuts(catalog.everything, dealt, rank)
         written = int(cuts.shelf.table(cuts.slices)[:, NBYTES].sum())
+        mirrors = MirroredShares(catalog, placement, self._sources, self._all).cuts(catalog.everything, dealt)
+        mirrored = sum(int(cuts.shelf.table(cuts.slices)[:, NBYTES].sum()) for cuts in mirrors.values())
         undivided = sum(tensor.local.nbytes for tensor in self._tensors if not tensor.replicated)
         alike = sum(tensor.local.nbytes for tensor in self._tensors if tensor.replicated)
         moments = sum(n for tensor, n in self._moments if tensor.replicated and not self._divided)
         own_moments = sum(n for _, n in self._moments) - moments
-        return written + own_moments + (written - undivided) * moments // max(1, alike)
+        return written + mirrored + own_moments + (written - undivided + mirrored) * moments // max(1, alike)
 
     def _missing_moments(self, weights: Mapping[str, TensorSpec]) -> list[tuple[StateTensor, int]]:
         """Returns each block of weights that this rank's optimizer updates, with the bytes of its future moments."""

@@ -26,9 +26,9 @@ log = logging.getLogger("moe_ckpt")
 
 _WARMED_NBYTES = 256 << 20
 """Bytes touched at a time, so that more urgent work of the thread does not wait for long."""
-_GAPS = 3
+_GAPS = 2
 """Rooms of different sizes leave gaps that are too small for a snapshot. Because of these, an arena may be larger than
-the budget by one part in so many."""
+the budget by one part in so many: a smaller room below two that use up the budget takes up to half of it."""
 _ROUNDING_NBYTES = 64 * ALIGNMENT
 """Bytes by which an arena may exceed a small budget, since rooms are rounded up."""
 T = TypeVar("T")

@@ -48,8 +48,8 @@ __all__ = [
 ]
 
 PHASES = ("compute", "copy", "write", "fsync", "rename", "manifest", "gc")
-"""Where a process can be killed: in the forward or backward pass, while the snapshot is copied, before a
-file is written, synced, or given its name, before the commit record is written, before a file is deleted."""
+"""Moments at which a process can be killed, in the forward or backward pass, while the snapshot is copied, before a
+file is written, synced, or given its name, before the commit record is written, or before a file is deleted."""
 RANK_0_PHASES = frozenset({"manifest", "gc"})
 """Phases that only rank 0 goes through."""
 

@@ -351,4 +351,4 @@ def test_a_share_of_another_life_is_not_taken_for_this_ones(tmp_path, caplog):
         with tensor_bytes_read() as read:
             come_back(life)
         assert read
-    assert "differs from storage" in caplog.text
+    assert "storage has another dense checkpoint of the step" in caplog.text

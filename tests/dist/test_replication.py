@@ -97,7 +97,7 @@ def _several_slots(rank: Rank) -> dict:
         slots = [rank.seal(sequence, SIZE) for _ in range(3)]
         shares = []
         for place, (slot, share) in enumerate(slots[:2]):
-            alone = replace(decode_slot(share.header, "a"), only="gradients", place=place)
+            alone = replace(decode_slot(share.header, "a"), only="gradients", gradient_slot=place)
             slot.seal(encode_slot(alone))
             shares.append(SealedSlot(sequence, share.memory, encode_slot(alone)))
         if (rank.rank, sequence) == (1, 8):

@@ -270,3 +270,8 @@ def test_a_stop_says_what_is_saved(tmp_path, caplog, policy, said):
     fit(tmp_path, seeded(), policy, stop=7)
     assert said in caplog.text
     assert ("training stopped" in caplog.text) == bool(said)
+
+
+def test_the_checkpoint_of_step_0_is_one_at_a_stop(tmp_path, caplog):
+    fit(tmp_path, seeded(), MoEvement(window=5), stop=3)
+    assert "training stopped at step 3. The newest checkpoint is of step 0: 3 steps will" in caplog.text

@@ -83,8 +83,6 @@ NAMES_OF_NOTHING = frozenset(
         *("place", "beside", "lying", "let_go", "stands", "owed", "lent"),
     }
 )
-WRITTEN_TO_FILES = {"format.slot": ("beside", "place")}
-"""Module -> names of that kind that stand in files."""
 NO_BEGINNINGS = frozenset({"Of", "As", "Likewise", "Where", "What", "Whether", "Which", "Who", "How"})
 ONE_PER_FRAMEWORK = ("MoECheckpointCallback",)
 """Names that frameworks' users expect alike: each imports one."""
@@ -393,7 +391,7 @@ def google_docstrings(module: Module) -> Iterator[str]:
 def nouns_for_names(module: Module) -> Iterator[str]:
     """A bound name says what the thing is."""
     for line, name in _bound_names(module.nodes):
-        if name in NAMES_OF_NOTHING and name not in WRITTEN_TO_FILES.get(module.name, ()):
+        if name in NAMES_OF_NOTHING:
             yield f"{module.name}:{line} binds {name!r}, which names nothing; take the noun of the thing"
 
 

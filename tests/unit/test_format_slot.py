@@ -90,10 +90,10 @@ def test_what_gradients_lead_to_is_told_where_that_is_not_everything():
 
 def test_gradients_in_slots_of_their_own_are_named_by_the_step_and_by_themselves():
     contents = replace(HEADER.contents, since=7, groups=GradientGroups(((3, 4), (6,)), NO_COUNTS))
-    step = decode_slot(encode_slot(replace(HEADER, contents=contents, beside=(0, 1))), "a")
-    assert (step.contents.groups.groups, step.beside) == (((3, 4), (6,)), (0, 1))
-    alone = decode_slot(encode_slot(replace(HEADER, only="gradients", place=1)), "a")
-    assert (alone.only, alone.place, alone.contents.groups) == ("gradients", 1, None)
+    step = decode_slot(encode_slot(replace(HEADER, contents=contents, gradient_slots=(0, 1))), "a")
+    assert (step.contents.groups.groups, step.gradient_slots) == (((3, 4), (6,)), (0, 1))
+    alone = decode_slot(encode_slot(replace(HEADER, only="gradients", gradient_slot=1)), "a")
+    assert (alone.only, alone.gradient_slot, alone.contents.groups) == ("gradients", 1, None)
 
 
 def test_tokens_that_ranks_had_not_agreed_on_come_back_beside_those_that_they_had():

@@ -368,7 +368,7 @@ class SlotHeaders:
             parts=(part,),
             state=b"",
             only=GRADIENTS,
-            place=index,
+            gradient_slot=index,
         )
 
     def of_share(self, snapshot: Snapshot) -> SlotHeader:
@@ -389,7 +389,7 @@ class SlotHeaders:
             parts=tuple(SlotPart(part.compiled.kind, part.begin, b"".join(part.header)) for part in sealed_parts),
             state=snapshot.state_file,
             only=TENSORS if without_state else "",
-            beside=snapshot.plan.slots,
+            gradient_slots=snapshot.plan.slots,
         )
 
     def _header(self, snapshot: Snapshot, **of_slot: Any) -> SlotHeader:

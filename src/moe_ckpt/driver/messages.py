@@ -150,7 +150,8 @@ class Messages:
         """
         lost = step - (committed or 0)
         if lost > 0:
-            where = f"The newest checkpoint is of {self._unit} {committed}" if committed else "There is no checkpoint"
+            newest = f"The newest checkpoint is of {self._unit} {committed}"
+            where = "There is no checkpoint" if committed is None else newest
             again = f"{lost} {self._unit}s" if lost > 1 else f"one {self._unit}"
             self._say("training stopped at %s %d. %s: %s will be computed again", self._unit, step, where, again)
 

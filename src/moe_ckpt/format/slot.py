@@ -92,8 +92,8 @@ _FIELDS: Schema = {
     "sent": one_of(False, True),
     "only": one_of("", STATE, TENSORS, GRADIENTS),
     "sealer": maybe(whole()),
-    "beside": [whole()],
-    "place": whole(),
+    "gradient_slots": [whole()],
+    "gradient_slot": whole(),
 }
 _BODY = both(_FIELDS, _contradictions)
 
@@ -196,8 +196,8 @@ class SlotHeader:
         sent: A copy of the part of its rank's share that went to peers, which is not all.
         only: ``STATE``, ``TENSORS`` or ``GRADIENTS`` if the slot is not all of the share; else empty.
         sealer: Rank that sealed its own or another's share because training may stop; None if the snapshot was due.
-        beside: Numbers in ``contents.groups`` of the slots of ``GRADIENTS`` that were sealed with this one.
-        place: Number of a slot of ``GRADIENTS`` among these.
+        gradient_slots: Numbers in ``contents.groups`` of the slots of ``GRADIENTS`` that were sealed with this one.
+        gradient_slot: Number of a slot of ``GRADIENTS`` among these.
     """
 
     identity: Step
@@ -212,8 +212,8 @@ class SlotHeader:
     sent: bool = False
     only: str = ""
     sealer: int | None = None
-    beside: tuple[int, ...] = ()
-    place: int = 0
+    gradient_slots: tuple[int, ...] = ()
+    gradient_slot: int = 0
 
     @property
     def step(self) -> int:
@@ -237,7 +237,7 @@ class SlotHeader:
         return header.slices
 
 
-_AS_THEY_ARE = ("rank", "world_size", "nbytes", "freshness", "sent", "only", "sealer", "place")
+_AS_THEY_ARE = ("rank", "world_size", "nbytes", "freshness", "sent", "only", "sealer", "gradient_slot")
 """Fields that stand in the document as they are."""
 
 
@@ -259,7 +259,7 @@ def encode_slot(header: SlotHeader, full: Fragment | None = None) -> bytes:
         **encoded(header.contents, header.facts, full),
         "state": _piece(header.state),
         "parts": parts,
-        "beside": list(header.beside),
+        "gradient_slots": list(header.gradient_slots),
     }
     document = encode_document(KIND, body)
     length = len(document).to_bytes(_LENGTH_NBYTES, "little")
@@ -304,5 +304,5 @@ def decode_slot(raw: bytes, path: str) -> SlotHeader:
         parts=tuple(
             SlotPart(part["kind"], part["begin"], piece) for part, piece in zip(body["parts"], headers, strict=True)
         ),
-        beside=tuple(body["beside"]),
+        gradient_slots=tuple(body["gradient_slots"]),
     )

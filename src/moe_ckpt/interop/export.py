@@ -221,7 +221,7 @@ def _write_dcp(checkpoint: WholeCheckpoint, target: Path, progress: Progress) ->
 
 
 def _alone(save: Callable[..., object]) -> dict[str, bool]:
-    """What tells torch's ``save`` that this process saves alone, even if it belongs to a process group.
+    """Returns the argument that tells torch's ``save`` that this process saves alone, even in a process group.
 
     Raises:
         UnsupportedError: torch is older than 2.7, whose ``save`` is then a collective of the whole group.

@@ -394,7 +394,7 @@ def _write_tensors(
 
 
 def _main_dtype(model: Mapping[str, _ExportedTensor]) -> str:
-    """Of most of the weights, as torch names it, without ``torch.``."""
+    """Returns the type of most of the weights, as torch names it, without ``torch.``."""
     nbytes: dict[str, int] = {}
     for entry in model.values():
         if TORCH_DTYPES[entry.dtype].is_floating_point:

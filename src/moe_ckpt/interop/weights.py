@@ -130,7 +130,7 @@ def open_source(path: str, directory: str | None) -> WeightSource:
 
 
 def _is_one_file(storage: Storage) -> bool:
-    """Whether the root is a safetensors file, and no directory of that name."""
+    """Returns whether the root is a safetensors file, and no directory of that name."""
     return storage.root.endswith(SUFFIX) and not storage.list()
 
 
@@ -283,10 +283,15 @@ def raising_on_all_ranks(comm: Communicator, path: str, directory: str | None, o
 
 @dataclass(frozen=True)
 class _Plan:
-    """What this rank will load. pairs: (name in the source, live tensor). tensors: how many of the model have a source.
+    """The tensors that this rank will load.
 
-    absent: names of the model that the source lacks. misfits: sentences on shapes and types. used: names in the source
-    that are this rank's; those of other pipeline stages are other ranks'.
+    Attributes:
+        source: The weights.
+        pairs: (name in the source, live tensor).
+        tensors: How many tensors of the model have a source.
+        absent: Names of the model that the source lacks.
+        misfits: Sentences on shapes and types.
+        used: Names in the source that are this rank's; those of other pipeline stages are other ranks'.
     """
 
     source: WeightSource

@@ -253,7 +253,7 @@ class ReplicaStore:
                 f"the copy of rank {header.rank}",
                 f"{nbytes:,} bytes were announced, but its header says {extents.nbytes:,}",
             )
-        index = header.place if header.only == GRADIENTS else MAIN_SLOT
+        index = header.gradient_slot if header.only == GRADIENTS else MAIN_SLOT
         return Incoming(self._slot(header.nbytes), raw, extents, index)
 
     def _slot(self, nbytes: int) -> Slot:

@@ -237,7 +237,7 @@ def _on_all_ranks(result: T | None, trouble: Exception | None, failed: int) -> T
 
 
 @dataclass(eq=False)
-class _Kept:
+class _LeftTier:
     """A tier whose session failed in this process.
 
     Attributes:
@@ -255,11 +255,11 @@ class _Kept:
     passed_over: bool = False
 
 
-_registry: list[_Kept] = []
+_registry: list[_LeftTier] = []
 _registry_lock = threading.Lock()
 
 
-def _left_by(root: str, run_id: str) -> list[_Kept]:
+def _left_by(root: str, run_id: str) -> list[_LeftTier]:
     """Returns the tiers that earlier sessions on a store left, when another one begins. The caller has locked the
     registry."""
     _forget(lambda one: one.root == root and one.tier.run_id != run_id)
@@ -268,7 +268,7 @@ def _left_by(root: str, run_id: str) -> list[_Kept]:
     return [one for one in _registry if one.root == root]
 
 
-def _forget(is_over: Callable[[_Kept], bool]) -> int:
+def _forget(is_over: Callable[[_LeftTier], bool]) -> int:
     """Frees the memory of tiers that no session will take over; returns its bytes. The caller has locked the
     registry."""
     freed = [one for one in _registry if is_over(one)]
@@ -297,7 +297,7 @@ def leave(tier: MemoryTier, root: str, *, keep: bool) -> None:
     if keep and holds:
         with _registry_lock:
             _forget(lambda one: one.passed_over)
-            _registry.append(_Kept(root, tier, nbytes, paths))
+            _registry.append(_LeftTier(root, tier, nbytes, paths))
         log.info(
             "%.1f MB of host memory are kept for a restart of training%s; moe_ckpt.release_host_memory() frees them",
             nbytes / 1e6,

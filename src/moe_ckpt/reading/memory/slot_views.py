@@ -115,7 +115,7 @@ def packed_header(position: int, header: SlotHeader, *, tells: bool) -> list[byt
     """
     fields = [
         position,
-        slot_key(header.rank, header.only, header.place),
+        slot_key(header.rank, header.only, header.gradient_slot),
         [len(header.state), digest(header.state)],
         [[part.kind, part.begin, len(part.raw)] for part in header.parts],
         encoded(header.contents, header.facts) if tells else None,
@@ -268,13 +268,13 @@ def shares_of(slots: Sequence[FoundSlot], holder: int, node: str) -> list[Share]
     gradient_slots: dict[tuple[str, int, int], dict[int, int]] = {}
     for number, slot in enumerate(slots):
         if slot.header.only == GRADIENTS_ALONE:
-            gradient_slots.setdefault(key(slot.header), {})[slot.header.place] = number
+            gradient_slots.setdefault(key(slot.header), {})[slot.header.gradient_slot] = number
     shares = []
     for number, header, starts in ((number, slot.header, slot.slot.starts) for number, slot in enumerate(slots)):
         if header.only == GRADIENTS_ALONE:
             continue
         window, groups = header.contents.window, header.contents.groups
-        pieces = header.beside if groups is not None and groups.groups else ()
+        pieces = header.gradient_slots if groups is not None and groups.groups else ()
         numbers = gradient_slots.get(key(header), {})
         shares.append(
             Share(

@@ -70,7 +70,7 @@ def take(store: ReplicaStore, sequence: int, place: int | None = None) -> None:
     extents = extents_of(memory)
     header = slot_header("run", sequence, 0, 1, 2, extents.nbytes, ())
     if place is not None:
-        header = replace(header, only="gradients", place=place)
+        header = replace(header, only="gradients", gradient_slot=place)
     incoming = store.reserve(header, b"", extents, extents.nbytes)
     assert incoming.requested == [(0, extents.nbytes)]
     store.keep(1, sequence, incoming)

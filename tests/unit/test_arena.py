@@ -6,7 +6,9 @@ import errno
 import gc
 import os
 import re
+import tempfile
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from moe_ckpt.memory.mapping import Pages
 from moe_ckpt.slices import copying
 from tests.support.acted_gpu import CUDA, ActedGPU
 
+needs_tmpfs = pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="needs a tmpfs")
 PIECE = 1 << 16
 MB = 1 << 20
 
@@ -85,20 +88,47 @@ def test_a_file_is_what_the_next_process_goes_on_with(tmp_path):
     buffer.memory.copy_(torch.arange(50_000) % 251)
     del first
     second = Arena(1000, path=tmp_path / "arena")
-    assert (second.ready, second.nbytes) == (0, 102_400)
+    assert (second.ready, second.nbytes) == (102_400, 102_400), "lent at once: its pages exist"
     adopted = second.adopt(buffer.begin, 50_000)
     assert torch.equal(adopted.memory, (torch.arange(50_000) % 251).to(torch.uint8))
     with pytest.raises(ValueError, match="overlaps"):
         second.adopt(buffer.begin + 64, 10)
     with pytest.raises(ValueError, match="not in a file"):
         second.adopt(102_400, 10)
-    assert second.grow(second.nbytes), "what is there is touched, within no budget"
+    assert not second.grow(second.nbytes)
     [other] = second.take([50_000])
     other.memory.fill_(9)
     assert torch.equal(adopted.memory, (torch.arange(50_000) % 251).to(torch.uint8))
     assert second.adopted_nbytes == 50_000
     second.free(adopted)
     assert second.adopted_nbytes == 0
+
+
+@pytest.fixture
+def shared_memory():
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as directory:
+        yield Path(directory)
+
+
+@needs_tmpfs
+def test_pages_that_the_process_before_did_not_live_to_touch_are_not_ready(shared_memory):
+    first = Arena(MB, path=shared_memory / "arena")
+    first.grow(100_000)
+    del first
+    os.truncate(shared_memory / "arena", MB)
+    second = Arena(MB, path=shared_memory / "arena")
+    assert (second.ready, second.nbytes) == (102_400, MB)
+    assert second.grow(MB)
+    assert os.stat(shared_memory / "arena").st_blocks * 512 == second.ready == MB
+
+
+def test_pages_of_the_process_before_are_locked_again(tmp_path, gpu):
+    Arena(2 * PIECE, path=tmp_path / "arena", locks=True).grow(2 * PIECE)
+    second = Arena(2 * PIECE, path=tmp_path / "arena", locks=True)
+    assert (second.ready, second.nbytes) == (0, 2 * PIECE)
+    assert second.grow(second.nbytes)
+    assert [nbytes for _, nbytes in gpu.lockers][-2:] == [PIECE] * 2
+    del second
 
 
 def test_it_shrinks_to_its_last_room(path):
@@ -130,7 +160,7 @@ def test_a_full_file_system_is_an_error_and_leaves_what_there_was(tmp_path, monk
     assert arena.grow(102_400 + 40_000)
 
 
-@pytest.mark.skipif(not os.path.isdir("/dev/shm"), reason="needs a tmpfs")
+@needs_tmpfs
 def test_pages_that_are_not_to_be_had_are_no_signal(tmp_path, monkeypatch):
     """Between the look at what is free and the making, others may have taken it."""
     arena = Arena(MB, path=tmp_path / "arena")

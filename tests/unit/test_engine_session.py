@@ -5,18 +5,21 @@ from __future__ import annotations
 import re
 import threading
 import time
+import weakref
 from dataclasses import dataclass, field, replace
 
 import numpy as np
 import pytest
 import torch
 
+from moe_ckpt import Memory
 from moe_ckpt.core.operators import expert_id
 from moe_ckpt.core.step import SnapshotPlan
 from moe_ckpt.errors import ConfigError, HostMemoryError, SaveFailedError, StoreInUseError
 from moe_ckpt.format.manifest import step_dir
 from moe_ckpt.policies import Dense, Measured
 from moe_ckpt.reading.reader import StoreReader
+from moe_ckpt.slices.copying import Copier
 from moe_ckpt.storage import LocalStorage
 from moe_ckpt.tiers import host_memory
 from moe_ckpt_sim.run.sync import SyncDense
@@ -474,3 +477,23 @@ def test_one_store_serves_one_life_at_a_time(tmp_path):
     with Life(LocalStorage(tmp_path)) as second:
         second.go(1, settle=True)
     assert [(m.step, m.generation) for m in manifests(tmp_path)] == [(1, 0), (2, 0), (1, 1)]
+
+
+@pytest.mark.parametrize("in_memory", [False, True])
+def test_the_snapshot_before_is_freed_before_the_next_is_copied(tmp_path, monkeypatch, in_memory):
+    """Afterwards training would free it beside the thread that copies, and lose its core to that for milliseconds."""
+    (tmp_path / "memory").mkdir()
+    memory = Memory(directory=tmp_path / "memory") if in_memory else None
+    began, alive = [], []
+    start = Copier.start
+
+    def started(copier, jobs, **options):
+        alive.append(any(snapshot() is not None for snapshot in began))
+        return start(copier, jobs, **options)
+
+    monkeypatch.setattr(Copier, "start", started)
+    with Life(LocalStorage(tmp_path / "store"), policy=Dense(), memory=memory) as life:
+        for _ in range(4):
+            life.go(1, settle=True)
+            began.append(weakref.ref(life.session._snapshots.newest))
+    assert alive == [False] * 4

@@ -206,6 +206,9 @@ class Arena:
         self.limit = self._pages.limit
         self.adopted_nbytes = 0
         self._space = FreeSpace()
+        if path is not None and not locks:
+            self._pages.reuse()
+            self._space.end = self._pages.ready
         self._growing = threading.Lock()
         self._lock = threading.RLock()  # the collector may give a room back in the middle of anything (``Slot.remove``)
 

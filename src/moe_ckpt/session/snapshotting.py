@@ -44,7 +44,7 @@ class Snapshotter:
         planner: Asks the policy.
         backlog: Decides which snapshots begin, and whether they go to storage and to peers.
         updates: Updates that changed weights in this process.
-        newest: The snapshot that began last.
+        newest: The snapshot that began last, unless one begins at the moment or was left out since.
         end_secs: The rest of the longest wait for the run's last snapshots.
     """
 
@@ -285,6 +285,9 @@ class Snapshotter:
         layout_facts = live.changes, specs, live.compute_types, live.is_held_by_each
         live.forget()
         began = time.perf_counter()
+        starts = not last and self.newest is None and self.updates <= 1
+        # Freed now, and not beside the copying thread, which takes the core where every core has a thread.
+        self.newest = None
         snapshot = pipeline.begin(
             entry.identity,
             contents,
@@ -299,7 +302,7 @@ class Snapshotter:
             last=last,
             waits=last or before_training or plan.wait or settings.when_busy == "wait",
             agree=None if last or before_training else bool if self._run.comm.world_size == 1 else self._agree_on(plan),
-            starts=not last and self.newest is None and self.updates <= 1,
+            starts=starts,
         )
         if snapshot is None:
             self.backlog.leave_out(plan, pipeline.room.trouble)

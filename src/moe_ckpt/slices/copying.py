@@ -86,7 +86,8 @@ class CopyProgram:
 
     def release(self) -> None:
         """Drops all references to live tensors: nothing more is copied from them."""
-        self.__dict__.pop("steps", None)
+        for name in ("steps", "_blocks"):
+            self.__dict__.pop(name, None)
 
     @property
     def nbytes(self) -> int:
@@ -95,7 +96,12 @@ class CopyProgram:
 
     def versions(self) -> Numbers:
         """Returns how often each tensor that is copied was written to."""
-        return versions([self._shelf.blocks[at] for at in self._watched.tolist()])
+        return versions(self._blocks)
+
+    @cached_property
+    def _blocks(self) -> list[torch.Tensor]:
+        """The tensors that are copied from."""
+        return [self._shelf.blocks[at] for at in self._watched.tolist()]
 
     def changed_since(self, before: Numbers) -> Iterator[str]:
         """Yields the keys of what is copied from tensors that were written to since ``before`` (of ``versions``)."""

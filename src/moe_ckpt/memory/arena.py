@@ -206,9 +206,6 @@ class Arena:
         self.limit = self._pages.limit
         self.adopted_nbytes = 0
         self._space = FreeSpace()
-        if path is not None and not locks:
-            self._pages.reuse()
-            self._space.end = self._pages.ready
         self._growing = threading.Lock()
         self._lock = threading.RLock()  # the collector may give a room back in the middle of anything (``Slot.remove``)
 
@@ -264,7 +261,8 @@ class Arena:
     def grow(
         self, end: int, *, spare: int = 0, touches: bool = True, require: Callable[[int], None] | None = None
     ) -> bool:
-        """Makes memory, as far as the limit allows. On a background thread.
+        """Makes memory, as far as the limit allows. The first call takes all that earlier processes have made, unless it
+        must be page-locked. On a background thread.
 
         Args:
             end: Bytes that the arena is to have in all.
@@ -281,9 +279,11 @@ class Arena:
         """
         with self._growing:
             before, end = self.ready, min(end, self.limit)
-            if end <= before:
-                return False
-            more = end - max(before, self._pages.file_nbytes)
+            if not self._pages.ready and not self._locks:
+                self._reuse()
+            if end <= self.ready:
+                return self.ready > before
+            more = end - max(self.ready, self._pages.file_nbytes)
             if require is not None and more > 0:
                 require(more)
             if self.path is not None and more > 0:
@@ -292,6 +292,11 @@ class Arena:
                 piece = min(end, (self._space.end // _PIECE_NBYTES + 1) * _PIECE_NBYTES)
                 self._grow(piece if touches or self._locks else end, touches=touches)
             return True
+
+    def _reuse(self) -> None:
+        self._pages.reuse()
+        with self._lock:
+            self._space.end = self._pages.ready
 
     def _require_free(self, more: int, spare: int) -> None:
         size = os.statvfs(self._pages.descriptor)

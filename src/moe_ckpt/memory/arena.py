@@ -261,8 +261,8 @@ class Arena:
     def grow(
         self, end: int, *, spare: int = 0, touches: bool = True, require: Callable[[int], None] | None = None
     ) -> bool:
-        """Makes memory, as far as the limit allows. The first call takes all that earlier processes have made, unless it
-        must be page-locked. On a background thread.
+        """Makes memory, as far as the limit allows. The first call takes all that earlier processes have made, unless
+        that must be page-locked. On a background thread.
 
         Args:
             end: Bytes that the arena is to have in all.

@@ -147,7 +147,7 @@ def loading_state(what: str, path: str, advice: str = "") -> Iterator[None]:
     except _REFUSALS as error:
         if isinstance(error, MoECheckpointError):
             raise
-        raise state_refused(path, what, f"{type(error).__name__}: {error}", advice) from error
+        raise state_refused(path, what, f"{type(error).__name__}: {error}".removesuffix(": "), advice) from error
 
 
 # --- guests ---

@@ -225,6 +225,23 @@ def test_tokens_of_a_step_without_an_update_do_not_count(tmp_path: Path):
     assert routed == [16, 16, 16, 32], "rows, layers, experts of each"
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_tokens_of_a_step_that_a_scaler_skips_do_not_count(tmp_path: Path, fused: bool):
+    """A fused optimizer skips the update by itself, and its ``step`` is called all the same."""
+    model, _ = made()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    with moe_ckpt.attach(model, optimizer, policy=MoC(k=1), dirpath=tmp_path / "store") as ckpt:
+        ckpt.resume()
+        for number, factor in enumerate((1.0, float("inf"), 1.0), 1):
+            scaler.scale(model(torch.randn(4, plain_run.WIDTH)).sum() * factor).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+            record = ckpt.after_step(number)
+        assert record.routed_tokens == 2 * 16, "rows, layers, experts of each"
+
+
 def test_another_size_of_batches_is_told(tmp_path: Path, caplog):
     for size in (2, 2, 4):
         caplog.clear()

@@ -18,6 +18,8 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from moe_ckpt.callbacks.compat import call_callback_hooks, call_module_hook
 from moe_ckpt.driver.states import Moment
 from moe_ckpt.errors import ConfigError
+from moe_ckpt.modeling.updates import Updates
+from moe_ckpt.run.agreement import Updated
 from moe_ckpt.stopwatch import timed
 
 if TYPE_CHECKING:
@@ -39,7 +41,7 @@ class WatchedBatch(NamedTuple):
 
     stepped: bool
     updates: int
-    applied: bool
+    applied: Updated
 
 
 class UpdateWatch:
@@ -64,7 +66,8 @@ class UpdateWatch:
         self.steps_seldom = self.hooks_began = self.moved = False
         self._fit, self._trainer, self._module = fit, trainer, module
         self._rates: list[Any] = []
-        self.updates = self._applied = self._global_step = 0
+        self.updates = self._global_step = 0
+        self._applied = Updates()
         self._undo = ExitStack()
         self._module_hook = is_overridden(_HOOK, module)
         theirs, had = getattr(module, _HOOK), vars(module).get(_HOOK)
@@ -90,13 +93,13 @@ class UpdateWatch:
         Raises:
             ConfigError: There were updates, and ``global_step`` did not move.
         """
-        batch = WatchedBatch(global_step != self._global_step, self.updates, self._applied > 0)
+        batch = WatchedBatch(global_step != self._global_step, self.updates, self._applied.take())
         if batch.updates and not batch.stepped:
             raise ConfigError(
                 "an optimizer stepped, but trainer.global_step did not: in manual optimization call step() on what "
                 "self.optimizers() returns (use_pl_optimizer=True), or steps cannot be counted"
             )
-        self._global_step, self.updates, self._applied = global_step, 0, 0
+        self._global_step, self.updates = global_step, 0
         self.hooks_began = False
         self.steps_seldom |= not batch.stepped
         self.moved |= batch.updates > 0
@@ -158,7 +161,8 @@ class UpdateWatch:
 
     def forget(self) -> None:
         """Ignores the updates since the last call of ``book``, which are no part of the run."""
-        self.updates = self._applied = 0
+        self.updates = 0
+        self._applied.take()
         self.hooks_began = False
 
     @timed
@@ -171,8 +175,7 @@ class UpdateWatch:
     @timed
     def _count(self, optimizer: Any, *_: Any) -> None:
         self.updates += 1
-        # A fused optimizer gets the loss scale, and skips the update after an overflow by itself, on the device.
-        self._applied += getattr(optimizer, "found_inf", None) is None
+        self._applied.note(optimizer)
         self._rates = self._rates_now()
         if not self._fit.is_searching():
             self._fit.driver.note(Moment.WRITTEN)

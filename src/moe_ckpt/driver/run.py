@@ -28,7 +28,7 @@ from moe_ckpt.reading.reader import StoreReader
 from moe_ckpt.recovery.executing import AlongLog, Recovery, Restored, versions_of
 from moe_ckpt.recovery.replay import StepReplay
 from moe_ckpt.recovery.resume import other_ranks, resume_newest
-from moe_ckpt.run.agreement import Deferred, StepTokens
+from moe_ckpt.run.agreement import Deferred, StepTokens, Updated
 from moe_ckpt.run.context import RunContext
 from moe_ckpt.run.documents import read_finished, write_finished
 from moe_ckpt.run.events import Loaded, Observer, StepRecord, StepReplayed
@@ -334,12 +334,12 @@ class Driver:
         if self.session.is_open:
             self.session.before_update(receive=False, of_gradients=True)
 
-    def after_update(self, tokens: Deferred[StepTokens], *, updated: bool = True) -> StepRecord:
+    def after_update(self, tokens: Deferred[StepTokens], *, updated: Updated = True) -> StepRecord:
         """Books the tokens of the newest step, which is final, and begins a checkpoint; or continues the replay.
 
         Args:
             tokens: As of ``CheckpointSession.after_update``.
-            updated: Likewise.
+            updated: Whether weights changed.
 
         Raises:
             ReplayDivergedError: The replayed step differs from the recorded one.
@@ -352,18 +352,20 @@ class Driver:
             return self._replayed(self.replaying, step, tokens)
         with nullcontext() if self.survivors is None else self.survivors.booking():
             capture = functools.partial(self._capture, described=True)
-            self.last = self.session.after_update(step, tokens, capture, updated=updated)
+            self.last = self.session.after_update(step, tokens, capture, updated=_at_once(updated))
         return self.last
 
-    def count(self, tokens: Deferred[StepTokens], *, updated: bool) -> None:
+    def count(self, tokens: Deferred[StepTokens], *, updated: Updated) -> None:
         """Counts the newest step, after whose update training stops, so that ``survive`` can seal it."""
         tokens = self._final(tokens, updated=updated)
-        self.session.stops_after(self._host.step, tokens, self._capture, updated=updated)
+        self.session.stops_after(self._host.step, tokens, self._capture, updated=_at_once(updated))
 
-    def _final(self, tokens: Deferred[StepTokens], *, updated: bool) -> Deferred[StepTokens]:
+    def _final(self, tokens: Deferred[StepTokens], *, updated: Updated) -> Deferred[StepTokens]:
         """Returns the tokens of a step that ended: with those still to make up, and none applied without an update."""
         if self.boost is not None:
-            tokens = self.boost.step_ends(tokens, applied=updated)
+            tokens = self.boost.step_ends(tokens, applied=updated is not False)
+        if isinstance(updated, Deferred):
+            return tokens.then(lambda routed: routed if updated.result() else routed.left_out())
         return tokens if updated else tokens.then(StepTokens.left_out)
 
     def _capture(self, *, described: bool = False) -> Mapping[str, Any]:
@@ -517,6 +519,11 @@ class Driver:
         for guest in (self.boost, self.gradients):
             if guest is not None:
                 guest.close()
+
+
+def _at_once(updated: Updated) -> bool | None:
+    """Returns whether weights changed; None if a device has still to tell."""
+    return None if isinstance(updated, Deferred) else updated
 
 
 def close_guarded(

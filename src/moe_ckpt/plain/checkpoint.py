@@ -22,6 +22,7 @@ from moe_ckpt.driver.torch_model import open_torch
 from moe_ckpt.errors import ConfigError, UnsupportedError
 from moe_ckpt.modeling.rng import capture_rng, restore_rng
 from moe_ckpt.modeling.routing import TrainingPasses
+from moe_ckpt.modeling.updates import Updates
 from moe_ckpt.plain.host import PlainHost, Position, torch_loader, torch_model, torch_optimizer
 from moe_ckpt.policies.base import Policy
 from moe_ckpt.run.events import StepRecord
@@ -107,7 +108,7 @@ class PlainCheckpoint(AttachedCheckpoint):
             open_log=open_log,
             local_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         )
-        self._updates = self._applied = 0  # since the newest step; applied: not skipped because of an overflow
+        self._updates, self._applied = 0, Updates()  # since the newest step
         self._optimizers, self._stepped = len(optimizers), set[int]()
         self._warns_of_position = all(isinstance(target, _WITHOUT_POSITION) for target in stateful.values())
         self._undo.callback(self._counter.close)
@@ -201,8 +202,7 @@ class PlainCheckpoint(AttachedCheckpoint):
 
     @timed
     def _updated(self, optimizer: Any, *_: Any) -> None:
-        # A fused optimizer gets the loss scale, and skips the update after an overflow by itself, on the device.
-        self._applied += getattr(optimizer, "found_inf", None) is None
+        self._applied.note(optimizer)
         self._stepped.add(id(optimizer))
         if self._driver.replaying is not None and len(self._stepped) == self._optimizers:
             self._driver.replaying.put_back(self._host.step + 1)  # before the loop averages or evaluates the weights
@@ -233,10 +233,9 @@ class PlainCheckpoint(AttachedCheckpoint):
             self._driver.before_update()
         self._host.buckets.note()
         self._host.loop.count("after_step", step, counters)
-        updated = bool(self._applied) if updated is None else updated
-        self._updates = self._applied = 0
+        self._updates, applied = 0, self._applied.take()
         self._stepped.clear()
-        return self._driver.after_update(self._counter.take(), updated=updated)
+        return self._driver.after_update(self._counter.take(), updated=applied if updated is None else updated)
 
 
 def _require_usable(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:

@@ -208,6 +208,11 @@ class StepTokens:
         return StepTokens(**dict(zip(kinds, np.split(joined, len(kinds)), strict=True)))
 
 
+Updated = bool | Deferred[bool]
+"""Whether a step changed weights, or left its update out because gradients overflowed; a device may still have to
+tell."""
+
+
 class StepAgreement:
     """Sends and receives the messages of one step after the other. For the training thread only.
 

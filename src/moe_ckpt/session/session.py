@@ -285,7 +285,7 @@ class CheckpointSession:
 
     @timed
     def after_update(
-        self, step: int, tokens: Deferred[StepTokens], capture: Capture, *, updated: bool = True
+        self, step: int, tokens: Deferred[StepTokens], capture: Capture, *, updated: bool | None = True
     ) -> StepRecord:
         """Plans, and begins to copy, when the state after optimizer step ``step`` is final.
 
@@ -293,7 +293,7 @@ class CheckpointSession:
             step: Optimizer steps done.
             tokens: Of this rank; a device may still be counting them.
             capture: Returns the plain state.
-            updated: False if the step's update was left out, because gradients overflowed.
+            updated: False if the step's update was left out, because gradients overflowed; None if nobody knows yet.
 
         Raises:
             RuntimeError: a peer is gone.
@@ -302,7 +302,7 @@ class CheckpointSession:
         plain = plain_of(capture, self.comm.rank)
         if self._follower is not None:
             self._follower.step_ends(step, plain, tokens)
-        self._snapshots.step_begins(updated=updated)
+        self._snapshots.step_begins(updated=bool(updated))
         booking, pipeline = self._booking, self._snapshots.pipeline
         pipeline.tier.left_slots.step_ended()
         pipeline.raise_fatal()
@@ -322,7 +322,7 @@ class CheckpointSession:
             self._follower.keep_plain(described=record.begun)
         if self._run.gradients is not None:
             self._run.gradients.forget()
-            if updated and not record.begun:  # later gradients cannot be applied to earlier anchors
+            if updated is not False and not record.begun:  # later gradients cannot be applied to earlier anchors
                 booking.anchors.broken()
         if self.comm.agrees_late:
             booking.send(step, tokens, pipeline, edited=edited)
@@ -337,12 +337,12 @@ class CheckpointSession:
         self._run.tell(StepEnded(record, final_at, loaded, consensus.measured, self.run_ledger))
         return record
 
-    def stops_after(self, step: int, tokens: Deferred[StepTokens], capture: Capture, *, updated: bool) -> None:
+    def stops_after(self, step: int, tokens: Deferred[StepTokens], capture: Capture, *, updated: bool | None) -> None:
         """Notes the update of ``step``, right after which training stops: no snapshot is due, and no rank is asked.
 
         Args: as of ``after_update``.
         """
-        self._snapshots.step_begins(updated=updated)
+        self._snapshots.step_begins(updated=bool(updated))
         if self._follower is not None:
             self._follower.step_ends(step, plain_of(capture, self.comm.rank), tokens)
 

@@ -59,6 +59,7 @@ class Snapshotter:
         self.backlog = Backlog(run.settings, run.comm, windows=needs.windows)
         self.updates = 0
         self.newest: Snapshot | None = None
+        self._is_first = True
         self._run = run
         self.end_secs = run.settings.timeout_secs
         self._anchored_as: dict[str, int] = {}
@@ -75,7 +76,7 @@ class Snapshotter:
         """Notes that the state of another step is final: its tensors may be others, and ``end_secs`` begins anew.
 
         Args:
-            updated: False if the step's update was left out, because gradients overflowed.
+            updated: False if the step's update was left out, because gradients overflowed, or may have been.
         """
         self.updates += updated
         self.live.forget()
@@ -285,7 +286,7 @@ class Snapshotter:
         layout_facts = live.changes, specs, live.compute_types, live.is_held_by_each
         live.forget()
         began = time.perf_counter()
-        starts = not last and self.newest is None and self.updates <= 1
+        starts = not last and self._is_first and self.updates <= 1
         # Freed now, and not beside the copying thread, which takes the core where every core has a thread.
         self.newest = None
         snapshot = pipeline.begin(
@@ -311,7 +312,7 @@ class Snapshotter:
             if plan.window is not None:
                 self.booking.run_ledger.give_up_window()
             return None
-        self.newest = snapshot
+        self.newest, self._is_first = snapshot, False
         if self._run.gradients is not None:
             self._note_anchors(entry, plan.together)
         if last:

@@ -78,12 +78,12 @@ def assert_state(life: Life, versions: dict[str, int]) -> None:
         assert torch.equal(tensor.local, whole[block]), tensor.key
 
 
-def come_back(life: Life, *, empty: bool = True):
-    """What a restarted program does. Returns (Restored, fault)."""
+def come_back(life: Life, *, empty: bool = True, **options):
+    """What a restarted program does. Returns (Restored, fault). options: Of ``resume_newest``."""
     if empty:
         for tensor in life.state.held.values():
             tensor.local.fill_(float("nan"))
-    restored = resume_newest(life.storage, life.session.comm, life.state, life.session.tier)
+    restored = resume_newest(life.storage, life.session.comm, life.state, life.session.tier, **options)
     life.step = restored.manifest.step
     return restored, life.session.resume_from(restored.manifest, **restored.going_on)
 

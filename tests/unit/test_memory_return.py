@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import threading
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,8 @@ from moe_ckpt.comm.communicator import largest
 from moe_ckpt.core.step import Step, Tier
 from moe_ckpt.driver.messages import Messages
 from moe_ckpt.errors import StoreError
+from moe_ckpt.format.manifest import Manifest
+from moe_ckpt.ledger.retention import RetentionPolicy
 from moe_ckpt.memory.slot import Slot
 from moe_ckpt.policies import Dense, MoC
 from moe_ckpt.reading.memory import slot_storage
@@ -24,7 +28,7 @@ from moe_ckpt.session.session import CheckpointSession
 from moe_ckpt.storage import LocalStorage
 from tests.support.deleting import delete_tree
 from tests.support.tensor_reads import tensor_bytes_read
-from tests.unit.engine_parts import Life, ThreadCommunicator, ThreadRanks, run_threads
+from tests.unit.engine_parts import Life, ThreadCommunicator, ThreadRanks, manifests, run_threads
 from tests.unit.test_engine_host_tier import assert_state, come_back
 from tests.unit.test_engine_memory_only import (
     life,
@@ -35,6 +39,7 @@ from tests.unit.test_engine_memory_only import (
     wait_for_copies,
     where,  # noqa: F401 - a fixture
 )
+from tests.unit.test_patience import Failing
 
 
 @pytest.fixture
@@ -186,6 +191,31 @@ def test_a_damaged_checkpoint_on_storage_costs_what_memory_is_laid_over_and_no_s
     path = where[0] / "step_00000001" / "MANIFEST.json"
     path.write_bytes(path.read_bytes()[:-20])
     assert replicated(where, nodes, again=True, steps=1) == dict.fromkeys(range(2), (6, "memory", 0))
+
+
+# --- storage that does not answer ---
+
+
+def test_what_could_not_be_read_is_kept_though_an_older_step_in_memory_takes_its_place(where):  # noqa: F811
+    """And so is what an earlier start passed over when it went back to the checkpoint that memory is laid over."""
+    policy, retention = MoC(k=1), RetentionPolicy(keep_last=2)
+    with life(where, policy, every=4, retention=retention) as first:
+        first.go(6, settle=True)
+    begun = where[0] / "step_00000001" / "MANIFEST.json"
+    earlier = replace(Manifest.decode(begun.read_bytes(), "m"), passed_over=("step_00000099",))
+    begun.write_bytes(earlier.encode())
+    storage = Failing(where[0], "step_00000004/MANIFEST.json", OSError(errno.EIO, "gone away"), times=0)
+    with life(where, policy, every=1, storage=storage, retention=retention) as second:
+        storage.times = 10**9
+        restored, _ = come_back(second, on_read_error="fallback", read_patience_secs=0.0)
+        storage.times = 0
+        assert (restored.manifest.step, restored.origin) == (3, "memory and step_00000001")
+        assert restored.manifest.passed_over == ("step_00000004",)
+        second.go(14, settle=True)
+    newest = manifests(where[0])[-1]
+    assert newest.step == 17
+    assert newest.passed_over == ("step_00000099", "step_00000004")
+    assert (where[0] / "step_00000004" / "MANIFEST.json").exists()
 
 
 # --- what is gone ---

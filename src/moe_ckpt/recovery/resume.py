@@ -261,8 +261,16 @@ def _candidates(directories: Sequence[str], memory: MemoryCheckpoints | None) ->
 
 
 def _noting_unread(restored: Restored, comm: Communicator, unread: Sequence[str]) -> Restored:
-    """Names in the manifest of ``restored`` the newer checkpoints that could not be read."""
-    manifest = restored.manifest
+    """Names in the manifest of ``restored`` the newer checkpoints that could not be read.
+
+    If memory was laid over a checkpoint on storage, its manifest names them, too: later ones take the names from there.
+    """
+
+    def naming(manifest: Manifest) -> Manifest:
+        return replace(manifest, passed_over=tuple(dict.fromkeys((*manifest.passed_over, *unread))))
+
+    manifest = naming(restored.manifest)
+    beneath = restored.beneath and naming(restored.beneath)
     if comm.rank == 0:
         announce(
             "resuming from %s: the newer %s could not be read, and on_read_error='fallback' is set. They are kept; "
@@ -271,10 +279,9 @@ def _noting_unread(restored: Restored, comm: Communicator, unread: Sequence[str]
             ", ".join(unread),
             level=logging.WARNING,
         )
-    manifest = replace(manifest, passed_over=tuple(dict.fromkeys((*manifest.passed_over, *unread))))
     if restored.replay is not None:
         restored.replay.manifest = manifest
-    return replace(restored, manifest=manifest)
+    return replace(restored, manifest=manifest, beneath=beneath)
 
 
 def _say_passed_over(window: Manifest, reason: str, taken: Manifest) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from moe_ckpt import Memory
-from moe_ckpt.errors import ConfigError
+from moe_ckpt.errors import ConfigError, NoCheckpointError
 from moe_ckpt.policies import Dense, MoC
 from moe_ckpt.recovery.resume import resume_newest
 from moe_ckpt.storage import LocalStorage
@@ -130,6 +130,21 @@ def test_a_start_that_refuses_the_script_counts_for_nothing(root):
                 come_back(wrong)
     with life(root) as right:
         assert come_back(right)[0].manifest.step == STEPS
+
+
+def test_starts_that_find_no_checkpoint_count_for_nothing(root):
+    """The store is mended after three of them: the checkpoint in memory, which is laid over it, had no fault."""
+    with life(root, policy=MoC(k=1)) as one:
+        one.go(3, settle=True)
+    manifest = root / "store" / "step_00000001" / "MANIFEST.json"
+    good = manifest.read_bytes()
+    manifest.write_bytes(good[:-9])
+    for _ in range(3):
+        with life(root, policy=MoC(k=1)) as again, pytest.raises(NoCheckpointError, match="checksum mismatch"):
+            come_back(again)
+    manifest.write_bytes(good)
+    with life(root, policy=MoC(k=1)) as mended:
+        assert come_back(mended)[0].manifest.step == 3
 
 
 @pytest.mark.parametrize("lost", ["damaged", "one node"])

@@ -137,6 +137,8 @@ def resume_newest(
             memory.keep_only(restored.manifest.step if restored.from_memory else None)
             restored = _rebuilding(restored, comm.rank, memory, passed_over)
         return _noting_unread(restored, comm, passed_over.unread) if passed_over.unread else restored
+    if directories and tier is not None:
+        tier.left_slots.withdraw_starts()  # the store leads nowhere: once it is mended, memory may be used again
     passed_over.require_new(directories, storage.root)
     if steps and comm.rank == 0:
         announce(_ONLY_IN_MEMORY, max(steps), storage.root, level=logging.WARNING)

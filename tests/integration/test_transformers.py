@@ -120,6 +120,20 @@ def test_an_order_that_is_drawn_from_the_runs_random_numbers_is_repeated(tmp_pat
     require_alike(undisturbed, life(tmp_path / "killed", run))
 
 
+@pytest.mark.parametrize("seedable", [True, False], ids=["accelerates-sampler", "torchs-sampler"])
+def test_a_run_that_stops_with_an_epoch_continues_with_the_next_one(tmp_path: Path, seedable: bool):
+    """Nothing has drawn the next order, whether a callback stops training or the run is over and made longer."""
+    settings = {"accelerator_config": {"use_seedable_sampler": seedable}, "lr_scheduler_type": "constant"}
+    settings["eval_steps"] = 7  # else Trainer evaluates at an end where a longer run does not, and that draws
+    undisturbed = life(tmp_path / "whole", Run(settings=settings))
+    life(tmp_path / "parts", Run(settings=settings, stop_at=steps_an_epoch(Run())))
+    after_one = life(tmp_path / "parts", Run(settings={**settings, "num_train_epochs": 2}))
+    assert after_one["begins"][0] == steps_an_epoch(Run())
+    after_two = life(tmp_path / "parts", Run(settings=settings))
+    assert after_two["begins"][0] == 2 * steps_an_epoch(Run())
+    require_alike(undisturbed, after_two)
+
+
 @pytest.mark.parametrize("masked", [True, False])
 def test_batches_that_are_made_with_random_numbers_are_warned_of(tmp_path: Path, masked: bool, capfd):
     life(tmp_path, Run(masked=masked, settings={"max_steps": 3}))

@@ -39,6 +39,7 @@ class Run:
         settings: Further ones of ``TrainingArguments``.
         masked: The collator draws random numbers.
         patience: Evaluations without a better one, after which training stops.
+        stop_at: A callback stops training after this step.
         raise_at: An error is raised in the forward pass after this step.
         journal: What experts are and routers do is written to files that begin with this.
         lora: Arguments of peft's ``LoraConfig``, which wraps the model.
@@ -51,6 +52,7 @@ class Run:
     settings: dict[str, Any] = field(default_factory=dict)
     masked: bool = False
     patience: int = 50
+    stop_at: int | None = None
     raise_at: int | None = None
     journal: str = ""
     lora: dict[str, Any] | None = None
@@ -78,6 +80,7 @@ class _Dies(TrainerCallback):
     def on_step_end(self, args, state, control, **_: Any) -> None:
         if self.journal is not None:
             self.journal.step(state.global_step)
+        control.should_training_stop |= state.global_step == self._run.stop_at
 
     def on_step_begin(self, args, state, control, **_: Any) -> None:
         self.begins.append(state.global_step)

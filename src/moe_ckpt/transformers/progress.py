@@ -131,7 +131,8 @@ class TrainerProgress:
         trainer._initial_global_step = trainer.state.global_step = step
         trainer._initial_num_input_tokens_seen = trainer.state.num_input_tokens_seen
         trainer._total_loss_scalar = -trainer._tr_loss.item()  # at the end Trainer reports the loss of this call alone
-        self._restore_generators = checkpoint.restore_generators
+        if self.updates or not same(self._rng, capture_rng()):  # else the epoch's order is still to be drawn
+            self._restore_generators = checkpoint.restore_generators
 
     def batch_is_loaded(self) -> None:
         """Restores random numbers before the first step: the checkpoint was made after this batch was loaded."""
@@ -186,6 +187,7 @@ class TrainerProgress:
         self._resumed = False
         if self.updates >= arguments["num_update_steps_per_epoch"] or not trainer.control.should_training_stop:
             self.epoch, self.updates = self.epoch + 1, 0
+            self._rng = capture_rng()  # training may stop here, before the next epoch's order is drawn
 
     def _watched(self, load: Callable[..., Any]) -> Callable[..., Any]:
         """Returns ``load``, which warns if it draws random numbers at the second step; the first draws the order."""

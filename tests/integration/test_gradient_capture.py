@@ -10,9 +10,12 @@ from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional as F
 
+from moe_ckpt import Memory
+from moe_ckpt.callbacks import MoECheckpoint
 from moe_ckpt.errors import UnsupportedError
 from moe_ckpt.gradient_log.recording import capture_gradients
 from moe_ckpt.modeling.discover import build_catalog, find_moe_layers
+from moe_ckpt.policies import GradientLog
 from tests.support.gradient_log import Copier, Recorder, differing, require_exact
 from tests.support.processes import run_ranks
 from tests.support.tiny_moe import TinyMoE, loader
@@ -194,3 +197,50 @@ def test_a_parameter_that_is_not_the_models_is_refused_by_shape():
     trainer = pl.Trainer(accelerator="cpu", max_steps=1, callbacks=[Attach()], logger=False, enable_checkpointing=False)
     with pytest.raises(UnsupportedError, match=r"optimizer 0 updates a parameter of shape \(3, 2\)"):
         trainer.fit(Odd(), loader())
+
+
+class Zeroing(TinyMoE):
+    """Gradients are zeroed in place, by the optimizer or the module, before the backward pass or after the step."""
+
+    def __init__(self, owner: str, when: str) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.owner, self.when = owner, when
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        owner = self if self.owner == "module" else optimizer
+        if self.when == "before":
+            owner.zero_grad(set_to_none=False)
+        self.manual_backward(TinyMoE.training_step(self, batch, batch_idx))
+        optimizer.step()
+        if self.when == "after":
+            owner.zero_grad(set_to_none=False)
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_log_waits_for_whoever_zeroes_gradients(tmp_path, when):
+    saved: dict[str, list[int | None]] = {"optimizer": [], "module": []}
+    for owner, sizes in saved.items():
+        (tmp_path / owner).mkdir()
+        checkpoint = MoECheckpoint(
+            GradientLog(window=3),
+            tmp_path / owner / "store",
+            when_busy="wait",
+            memory=Memory(directory=tmp_path / owner, storage_every=1000),
+        )
+
+        class Seen(pl.Callback):
+            def on_train_batch_end(self, *_, checkpoint=checkpoint, sizes=sizes):
+                sizes.append(checkpoint.last and checkpoint.last.nbytes)
+
+        trainer = pl.Trainer(
+            max_steps=8,
+            accelerator="cpu",
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            callbacks=[Seen(), checkpoint],
+        )
+        trainer.fit(Zeroing(owner, when), loader())
+    assert saved["module"] == saved["optimizer"]

@@ -415,3 +415,23 @@ def _stalls(root: str, calls: list[None]) -> list[tuple[float, int]]:
         train(ckpt, built, iteration)
     ckpt.close()
     return told[1:]
+
+
+def skipped_behind_a_pass(rank: int, world: int, root: str) -> dict[bool, int]:
+    """Routed tokens of two iterations, between which one is skipped: before its pass, and behind it."""
+    found = {}
+    for passes in (False, True):
+        built = megatron_gpt.build(SETUP, 1)
+        directory = os.path.join(root, str(passes))
+        os.makedirs(directory)
+        ckpt = attached(built, directory, Plan(("MoC", {"k": 1})))
+        ckpt.resume()
+        train(ckpt, built, 1)
+        if passes:
+            megatron_gpt.forward_backward(built, 1)
+        ckpt.skip(2, 4)
+        train(ckpt, built, 3)
+        ckpt.session.drain(3)
+        found[passes] = ckpt.session.run_ledger.tokens.routed_tokens
+        ckpt.close()
+    return found

@@ -166,3 +166,8 @@ def test_which_generators_say_something_of_a_step():
     assert idle_generators(on_gpu, {"torch": [1], "cuda": [2]}) == {"torch"}
     assert idle_generators(on_gpu, {"torch": [2], "cuda": [2]}) == frozenset(), "the step drew from it"
     assert idle_generators({"torch": [1]}, {"torch": [1]}) == frozenset(), "the model is on the CPU"
+
+
+def test_tokens_of_passes_whose_update_is_skipped_do_not_count(tmp_path: Path):
+    found = only(loop_calls.skipped_behind_a_pass, tmp_path)
+    assert found[True] == found[False] > 0

@@ -316,3 +316,15 @@ def test_no_copy_from_a_gpu_crosses_the_end_of_a_locked_piece(gpu, monkeypatch, 
     copying.transfer(source, buffer.memory, dtype, source.shape)
     torch.cuda.current_stream().synchronize()
     assert torch.equal(buffer.memory.view(dtype), torch.arange(5 * PIECE // 4, dtype=torch.float32).to(dtype))
+
+
+def test_a_file_that_cannot_be_looked_at_counts_as_gone(tmp_path, monkeypatch):
+    """Its directory may have lost the right to be searched. It is no error of training."""
+    arena = Arena(MB, path=tmp_path / "arena")
+    assert not arena.is_gone
+
+    def refused(path):
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(Path, "lstat", refused)
+    assert arena.is_gone

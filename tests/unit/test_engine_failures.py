@@ -13,8 +13,9 @@ from moe_ckpt import Memory
 from moe_ckpt.comm.communicator import SoloCommunicator
 from moe_ckpt.core.step import Tier
 from moe_ckpt.errors import UnencodableStateError
-from moe_ckpt.policies import Dense
-from moe_ckpt.storage import LocalStorage
+from moe_ckpt.policies import Dense, MoC
+from moe_ckpt.storage import LocalStorage, listings
+from moe_ckpt.threads import ThreadName
 from moe_ckpt_sim.run.sync import SyncDense
 from tests.unit.builders import experts_in
 from tests.unit.engine_parts import (
@@ -233,3 +234,24 @@ def test_after_a_refused_commit_the_earlier_checkpoint_is_the_newest(tmp_path):
     found = manifests(tmp_path)
     assert [m.step for m in found] == [1, 2]
     assert_view(tmp_path, MODEL, found[-1], versions_after([(1, set()), (2, sequential(1))]))
+
+
+def test_a_commit_for_which_no_thread_can_be_started_fails_by_itself(tmp_path, monkeypatch):
+    """Directories of an object store are listed by several threads."""
+    start, refuses = threading.Thread.start, []
+
+    def refused(thread):
+        if refuses and thread.name.startswith(ThreadName.LIST.value):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    monkeypatch.setattr(listings, "Stamped", type("Never", (), {}))
+    with Life(LocalStorage(tmp_path), policy=MoC(k=1)) as life:
+        life.go(4, settle=True)
+        refuses.append(True)
+        life.go(1, settle=True)
+        refuses.clear()
+        life.go(3, settle=True)
+    assert life.records[-1].failed_checkpoints == 1
+    assert life.records[-1].committed_step >= 7

@@ -212,6 +212,7 @@ class Custom:
         (1j, "complex"),
         (torch.float32, "torch.dtype"),
         (torch.eye(2).to_sparse(), "tensor of layout torch.sparse_coo"),
+        (torch.empty(2, device="meta"), "tensor without memory"),
         (np.array([Custom()]), "numpy array of object"),
         (np.array(["a"]), "numpy array of <U1"),
         (np.array(["2026-01-01"], dtype="M8[D]"), "numpy array of datetime64"),

@@ -27,3 +27,17 @@ def test_who_deletes_slots_is_the_last_to_know_them():
 
 def _found(number: int) -> FoundSlot:
     return FoundSlot(SimpleNamespace(path=f"slot_{number}"), SimpleNamespace(step=number, generation=0))
+
+
+def test_no_slot_is_held_that_was_deleted():
+    """Also one whose start was to be noted for long: its memory could never be used again."""
+    left = LeftSlots([_found(at) for at in range(3)], lambda slots: slots.clear())
+    slots = [weakref.ref(slot) for slot in left.slots]
+    for slot in left.slots:
+        slot.slot.note_start = lambda: None
+        left.note_start(slot, lasting=True)
+    del slot
+    left.keep([left.slots[0]])
+    assert [slot() is None for slot in slots] == [False, True, True]
+    left.remove()
+    assert slots[0]() is None

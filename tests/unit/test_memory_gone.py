@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from moe_ckpt import Memory
 from moe_ckpt.errors import MemoryGoneError
 from moe_ckpt.format.slot import decode_slot
+from moe_ckpt.memory import mapping
 from moe_ckpt.memory.files import MemoryFiles, newest_generation
 from moe_ckpt.policies import Dense, MoC, MoEvement
 from moe_ckpt.storage import LocalStorage
@@ -158,3 +160,16 @@ def test_private_memory_serves_on_as_long_as_there_is_none(root, monkeypatch):
     [second] = pool.acquire([5000])
     assert second.slot is None
     files.close(keep=False)
+
+
+def test_files_that_were_deleted_are_not_mapped_for_life(root):
+    """systemd-logind may delete them at each logout."""
+    mapped = []
+    with life(root, host_memory_bytes=8 << 20) as one:
+        for _ in range(4):
+            one.go(5, settle=True)
+            gc.collect()
+            mapped.append(len(mapping._mapped))
+            for path in (root / "A").iterdir():
+                delete_tree(path)
+    assert mapped[1:] == [mapped[1]] * 3

@@ -208,3 +208,12 @@ def test_a_slot_is_never_sealed_in_a_directory_that_does_not_say_whose_it_is(fil
     (files.path / "owner.json").unlink()
     files.make(100)
     assert (files.path / "owner.json").exists()
+
+
+def test_a_sealed_slot_keeps_no_file_open(files):
+    """A gradient log has hundreds, and a process may have a thousand files open."""
+    one = sealed(files)
+    before = len(os.listdir("/proc/self/fd"))
+    slots = [Slot.open(one.slot.path) for _ in range(20)]
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert all(header.nbytes == NBYTES for _, header in slots)

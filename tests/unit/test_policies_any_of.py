@@ -216,3 +216,14 @@ def test_two_ranks_save_the_same_and_a_dense_checkpoint_comes_in_between(tmp_pat
     said = " ".join(capsys.readouterr().out.split())
     assert "policy any_of on 2 ranks: policies=[moc(k=1, every_n_steps=2, selector=sequential," in said
     assert "dense(every_n_steps=5)]" in said
+
+
+@pytest.mark.parametrize("sends", [True, False])
+def test_what_a_policy_keeps_from_peers_stays_from_them(sends):
+    """``sends_memory_only=False``: MoEtion's bandwidth has room for no more."""
+    experts = MODEL.experts
+    local = SnapshotPlan(9, (experts[0].id,), memory_only=(experts[1].id,), sends_memory_only=sends)
+    other = SnapshotPlan(9, (experts[2].id,), sends_memory_only=not sends)
+    plan = plan_of(local, other)
+    assert plan.memory_only == (experts[1].id,)
+    assert plan.sends_memory_only == sends

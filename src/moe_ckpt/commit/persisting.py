@@ -30,7 +30,6 @@ from moe_ckpt.errors import (
     FilesGoneError,
     MemoryFullError,
     MemoryGoneError,
-    MoECheckpointError,
     NotFiniteError,
     SaveFailedError,
 )
@@ -506,11 +505,11 @@ class SnapshotResolver:
         keeper = committer.keeper
         try:
             manifest = committer.commit(snapshot, acknowledged)
-        except (OSError, MoECheckpointError) as error:
+        except Exception as error:  # no thread to be had, for instance: training goes on
             causes = error.causes if isinstance(error, SaveFailedError) else [f"{type(error).__name__}: {error}"]
             try:
                 keeper.clear_away(committer.abandon(snapshot, acknowledged))
-            except (OSError, MoECheckpointError) as trouble:
+            except Exception as trouble:
                 log.warning(_NOT_CLEARED, snapshot.step, trouble)
             return Fate("; ".join(causes), isinstance(error, FilesGoneError))
         if manifest is not None:
@@ -522,7 +521,7 @@ class SnapshotResolver:
             if manifest is None:
                 keeper.look_ahead(committer.begun)
             return Fate(superseded=keeper.collect(committer.superseded()))
-        except (OSError, MoECheckpointError) as error:
+        except Exception as error:
             log.warning(_NOT_REMOVED, snapshot.step, error)
             return Fate()
 

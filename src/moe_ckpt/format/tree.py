@@ -90,8 +90,9 @@ def _encode(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
 def _encode_derived(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> Any:
     """Encodes a tensor, or a value of a derived type."""
     if isinstance(value, torch.Tensor) and not is_traceable_wrapper_subclass(value):
-        if value.layout is not torch.strided:
-            raise UnencodableStateError(path or "/", f"tensor of layout {value.layout}")
+        if value.layout is not torch.strided or value.is_meta:
+            what = "without memory (device meta)" if value.is_meta else f"of layout {value.layout}"
+            raise UnencodableStateError(path or "/", f"tensor {what}")
         return {_TAG: "tensor", "v": _store(value.detach(), path, tensors)}
     if isinstance(value, np.generic) and value.dtype.name in _ARRAYS:  # a number of Python is computed with otherwise
         return {_TAG: "number", "v": [value.dtype.name, base64.b64encode(value.tobytes()).decode()]}

@@ -286,7 +286,8 @@ def capture_gradients(
     capture = GradientCapture(trainer.optimizers, module_units(module), consumer, rounded, stopwatch)
     wrapped = module.optimizers(use_pl_optimizer=True)
     # Under manual optimization users zero gradients through Lightning's wrapper, which has its own method.
-    capture.release_before([*trainer.optimizers, *(wrapped if isinstance(wrapped, list) else [wrapped])], "zero_grad")
+    wrapped = wrapped if isinstance(wrapped, list) else [wrapped]
+    capture.release_before([module, *trainer.optimizers, *wrapped], "zero_grad")
     capture.release_before([trainer.strategy], "backward")
     return capture
 

@@ -350,6 +350,8 @@ class MegatronCheckpoint(AttachedCheckpoint):
             self._driver.replaying.skip(iteration)
         if self._watch.updated:
             self._host.loop.require_counted(f"skip({iteration})")
+        self._watch.iteration_ends(self._driver.options)
+        self.discard_tokens()  # of passes whose update an overflow left out
         self._host.loop.count_iteration("skip", iteration, consumed_samples, counters)
         self._host.generators.record()
         if self.upstream is not None:

@@ -155,6 +155,7 @@ class LeftSlots:
         """Deletes all slots but these, from which the run resumes."""
         self._is_chosen = True
         self._noted.clear()
+        self._lasting = [leftover for leftover in self._lasting if leftover in used]
         self.checker.only(())
         with self._lock:
             over = [leftover for leftover in self._slots if leftover not in used]
@@ -214,6 +215,7 @@ class LeftSlots:
     def forget(self) -> list[FoundSlot]:
         """Returns all slots, and owns them no more. Their files stay."""
         self._noted.clear()
+        self._lasting.clear()
         self.checker.only(())
         with self._lock:
             slots, self._slots = self._slots, []

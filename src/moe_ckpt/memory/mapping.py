@@ -26,10 +26,10 @@ def identity(status: os.stat_result) -> Identity:
 
 
 def identity_at(path: Path) -> Identity | None:
-    """Returns the identity of the file with this name; None if there is none."""
+    """Returns the identity of the file with this name; None if there is none, or nobody can tell."""
     try:
         return identity(path.lstat())
-    except (FileNotFoundError, NotADirectoryError):
+    except OSError:  # it is gone, or cannot be looked at
         return None
 
 
@@ -92,6 +92,12 @@ class Pages:
         them. Not for the training thread."""
         with contextlib.suppress(OSError):  # there is no file, or it is empty
             self.ready = min(self.limit, os.lseek(self.descriptor, 0, os.SEEK_HOLE)) // PAGE_NBYTES * PAGE_NBYTES
+
+    def close_file(self) -> None:
+        """Closes the file, of which no more will be mapped: a rank may have more slots than it may have files open."""
+        os.close(self.descriptor)
+        self.descriptor = -1
+        _mapped[self._address] = self.limit, -1
 
     def bytes(self, begin: int, nbytes: int) -> torch.Tensor:
         """Returns ``[nbytes]`` uint8, a view."""

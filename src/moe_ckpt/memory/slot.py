@@ -84,6 +84,7 @@ class Slot:
         descriptor = os.open(data, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         status = os.fstat(descriptor)
         pages = Pages(status.st_size, descriptor)
+        pages.close_file()
         if status.st_size < begin + header.nbytes:
             raise DamagedError(
                 str(data),

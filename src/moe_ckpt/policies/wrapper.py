@@ -163,6 +163,7 @@ class AnyOf:
             wait=any(plan.wait for plan in plans),
             k=max(ks, default=None),
             plt_budget=min(budgets, default=None),
+            sends_memory_only=all(plan.sends_memory_only for plan in plans if plan.memory_only),
         )
 
     def next_due(self, context: PolicyContext) -> int:

@@ -83,6 +83,8 @@ class BufferPool:
         sizes, files = [max(1, nbytes) for nbytes in sizes], self._files
         if files is None:
             return self._lend(self._private, sizes)
+        with self._lock:  # nothing is readable any more in a file that somebody has deleted
+            self._released = [old for old in self._released if old.arena is files.arena]
         if files.arena.is_gone:
             return None
         buffers = self._lend(files.arena, sizes)

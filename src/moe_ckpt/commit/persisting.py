@@ -509,7 +509,7 @@ class SnapshotResolver:
             causes = error.causes if isinstance(error, SaveFailedError) else [f"{type(error).__name__}: {error}"]
             try:
                 keeper.clear_away(committer.abandon(snapshot, acknowledged))
-            except Exception as trouble:
+            except Exception as trouble:  # likewise
                 log.warning(_NOT_CLEARED, snapshot.step, trouble)
             return Fate("; ".join(causes), isinstance(error, FilesGoneError))
         if manifest is not None:
@@ -521,7 +521,7 @@ class SnapshotResolver:
             if manifest is None:
                 keeper.look_ahead(committer.begun)
             return Fate(superseded=keeper.collect(committer.superseded()))
-        except Exception as error:
+        except Exception as error:  # likewise
             log.warning(_NOT_REMOVED, snapshot.step, error)
             return Fate()
 

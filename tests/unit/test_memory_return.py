@@ -13,6 +13,7 @@ import pytest
 
 from moe_ckpt import Memory
 from moe_ckpt.comm.communicator import largest
+from moe_ckpt.core.operators import expert_id
 from moe_ckpt.core.step import Step, Tier
 from moe_ckpt.driver.messages import Messages
 from moe_ckpt.errors import StoreError
@@ -22,6 +23,7 @@ from moe_ckpt.memory.slot import Slot
 from moe_ckpt.policies import Dense, MoC
 from moe_ckpt.reading.memory import slot_storage
 from moe_ckpt.reading.memory.memory_shares import LeftBehind, Share, checkpoints_of, left_behind
+from moe_ckpt.reading.reader import StoreReader
 from moe_ckpt.recovery import resume
 from moe_ckpt.recovery.resume import resume_newest
 from moe_ckpt.session.session import CheckpointSession
@@ -191,6 +193,39 @@ def test_a_damaged_checkpoint_on_storage_costs_what_memory_is_laid_over_and_no_s
     path = where[0] / "step_00000001" / "MANIFEST.json"
     path.write_bytes(path.read_bytes()[:-20])
     assert replicated(where, nodes, again=True, steps=1) == dict.fromkeys(range(2), (6, "memory", 0))
+
+
+@pytest.mark.parametrize("file", ["MANIFEST.json", "rank_00001_expert.safetensors"])
+def test_a_damaged_file_beneath_memory_costs_experts_and_no_step(where, file):  # noqa: F811
+    """The newest step in memory is laid over the checkpoint before that: a manifest or a shard, it is the same."""
+
+    def train(comm):
+        with life(where, MoC(k=1), every=4, comm=comm) as first:
+            first.go(6, settle=True)
+
+    def again(comm):
+        with life(where, MoC(k=1), every=1, comm=comm) as second:
+            restored, fault = come_back(second)
+            assert (restored.manifest.step, restored.origin) == (6, "memory and step_00000001")
+            assert not restored.rebuilds, "nothing that is damaged is needed"
+            assert_state(second, restored.versions)
+            lacking = [6 - restored.versions[expert_id(layer, e)] for layer in range(2) for e in range(4)]
+            assert fault.lost_tokens == (lacking * second.counts.ravel()).sum() * 2 > 0, "of two ranks"
+            second.go(1, settle=True)
+
+    run_threads(ThreadRanks(2), train)
+    flip_last(where[0] / "step_00000004" / file)
+    run_threads(ThreadRanks(2), again)
+    reader = StoreReader(LocalStorage(where[0]))
+    newest = reader.manifest(reader.directories()[0])
+    assert newest.step == 7
+    assert not [path for path in newest.paths if path.startswith("step_00000004/")]
+
+
+def flip_last(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-3] ^= 0xFF
+    path.write_bytes(bytes(data))
 
 
 # --- storage that does not answer ---

@@ -174,6 +174,8 @@ class _PassedOver:
         self._any = True
         if isinstance(problem, DamagedError) and (memory is None or problem.path not in memory.used):
             self._damaged.add(problem.path)
+            if memory is not None:
+                memory.note_damage_beneath(problem.path)
         if memory is not None:
             diverged = failure.kind == DIVERGED
             memory.quarantine(memory.set_aside(directory, problem, diverged=diverged) or ())

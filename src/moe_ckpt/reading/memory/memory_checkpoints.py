@@ -91,7 +91,9 @@ class MemoryCheckpoints:
     def __init__(self, comm: Communicator, tier: RankMemory, reader: StoreReader) -> None:
         self._comm, self._tier, self._reader = comm, tier, reader
         self.used: Mapping[str, Share] = {}
-        self._given_up, self._bad_bases, self._bad_base = set[str](), set[str](), ""
+        self._given_up = set[str]()
+        self._bad_bases, self._bad_base = set[tuple[str, str]](), ""  # (checkpoint, what it cannot be laid over)
+        self._laid_over: Manifest | None = None  # an older checkpoint on storage beneath the one opened last
         self._noted: set[int] = set()
         self._of_other_layout: set[Share] = set()
         self._slots = tier.left_slots.slots
@@ -151,11 +153,18 @@ class MemoryCheckpoints:
 
     def opener(self, checkpoint: MemoryCheckpoint) -> Callable[[], OpenedMemory]:
         """Does the same as ``ask`` for a checkpoint, but counts no start."""
-        base = next((name for name in bases_of(checkpoint, self.stored) if name not in self._bad_bases), "")
+        directory = checkpoint.directory
+        bases = (name for name in bases_of(checkpoint, self.stored) if (directory, name) not in self._bad_bases)
+        base, self._laid_over = next(bases, ""), None
         described = self.describe([checkpoint])
         older = [] if self._has_all(checkpoint, described) else beneath_of(checkpoint, snapshots_of(self.shares))
         described += self.describe(older) if older else []
         return lambda: self._opened(checkpoint, older, described, self._beneath(base))
+
+    def note_damage_beneath(self, path: str) -> None:
+        """Lets ``set_aside`` exclude the older checkpoint on storage that memory is laid over, if it has this file."""
+        if self._laid_over is not None and path in self._laid_over.paths:
+            self._bad_base = self._laid_over.directory
 
     def set_aside(
         self, directory: str, problem: Exception | None, *, diverged: bool = False
@@ -185,7 +194,7 @@ class MemoryCheckpoints:
         if self._comm.rank == 0:
             say_unusable(directory, [reason for _, _, reason in answers])
         self._bad_base = ""
-        bases = {name for _, name, _ in answers if name}
+        bases = {(directory, name) for _, name, _ in answers if name} - self._bad_bases
         self._bad_bases |= bases
         bad = {(holder, number) for holder, number in (culprit for culprit, _, _ in answers if culprit)}
         self.shares = without(self.shares, bad)
@@ -293,6 +302,7 @@ class MemoryCheckpoints:
         beneath: Manifest | None,
     ) -> OpenedMemory:
         directory = checkpoint.directory
+        self._laid_over = beneath if beneath is not None and beneath.directory != directory else None
         logged, chained = tuple[LoggedSnapshot, ...](), frozenset[str]()
         count = len(checkpoint.snapshots)
         parts = self.parts(checkpoint, described[:count])

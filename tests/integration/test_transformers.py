@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -164,6 +165,42 @@ def test_a_finished_run_trains_nothing_and_a_longer_one_continues(tmp_path: Path
     assert again["begins"] == []
     assert again["at_end"][0] == steps_an_epoch(Run())
     assert life(tmp_path, Run(settings={"num_train_epochs": 2}))["begins"] == [21 + n for n in range(21)]
+
+
+EARLY = Run(settings={"eval_steps": 3, "max_steps": 30}, patience=2, threshold=100.0)
+"""No evaluation after the first is better by as much."""
+
+
+def test_a_run_that_was_stopped_early_trains_nothing_until_it_is_made_longer(tmp_path: Path, capfd):
+    first = life(tmp_path, EARLY)
+    assert first["at_end"][0] == 9
+    for _ in range(2):
+        capfd.readouterr()
+        again = life(tmp_path, EARLY)
+        assert (again["begins"], again["at_end"], again["patience"]) == ([], first["at_end"], 2)
+        require_alike(first, again)
+        said = capfd.readouterr().err
+        assert "was ended by EarlyStoppingCallback at step 9: nothing is left to train" in said
+        assert "The run is finished" in said
+    longer = {**EARLY.settings, "max_steps": 31}
+    assert life(tmp_path, replace(EARLY, settings=longer))["begins"] == [9, 10, 11], "until the next evaluation"
+    assert life(tmp_path, replace(EARLY, settings=longer))["begins"] == []
+    assert life(tmp_path, replace(EARLY, settings=longer, resume="extend"))["begins"] == [12, 13, 14]
+    assert life(tmp_path, replace(EARLY, settings=longer, patience=5))["begins"] == [15, 16, 17]
+    assert "ended by EarlyStoppingCallback" in capfd.readouterr().err
+
+
+def test_a_job_that_others_continue_is_not_taken_for_stopped_early(tmp_path: Path, capfd):
+    """A run that was stopped early is made longer, and stopped by another callback, or killed, before it evaluates."""
+    life(tmp_path, EARLY)
+    longer = replace(EARLY, settings={**EARLY.settings, "max_steps": 31})
+    capfd.readouterr()
+    assert life(tmp_path, replace(longer, stop_at=10))["begins"] == [9]
+    assert life(tmp_path, longer)["begins"] == [10, 11]
+    life(tmp_path / "killed", EARLY)
+    life(tmp_path / "killed", longer, kill_at=11)
+    assert life(tmp_path / "killed", longer)["begins"] in ([10, 11], [11])
+    assert "was ended by EarlyStoppingCallback" not in capfd.readouterr().err
 
 
 def test_the_best_model_is_loaded_after_the_last_step_is_saved(tmp_path: Path):

@@ -39,6 +39,8 @@ class Run:
         settings: Further ones of ``TrainingArguments``.
         masked: The collator draws random numbers.
         patience: Evaluations without a better one, after which training stops.
+        threshold: How much better one must be.
+        resume: The option.
         stop_at: A callback stops training after this step.
         raise_at: An error is raised in the forward pass after this step.
         journal: What experts are and routers do is written to files that begin with this.
@@ -52,6 +54,8 @@ class Run:
     settings: dict[str, Any] = field(default_factory=dict)
     masked: bool = False
     patience: int = 50
+    threshold: float = 0.0
+    resume: str = "auto"
     stop_at: int | None = None
     raise_at: int | None = None
     journal: str = ""
@@ -170,7 +174,8 @@ def callback(root: str, run: Run) -> list[MoECheckpointCallback]:
         return []
     name, arguments = run.policy
     memory = moe_ckpt.Memory(directory=root, replicas=0) if run.memory else None
-    return [MoECheckpointCallback(getattr(policies, name)(**arguments), dirpath=f"{root}/store", memory=memory)]
+    options = {"dirpath": f"{root}/store", "memory": memory, "resume": run.resume}
+    return [MoECheckpointCallback(getattr(policies, name)(**arguments), **options)]
 
 
 def lived(rank: int, world_size: int, root: str, run: Run, kill: Kill | None = None) -> dict[str, Any]:
@@ -179,7 +184,7 @@ def lived(rank: int, world_size: int, root: str, run: Run, kill: Kill | None = N
     killer.at(OPENING)
     torch.set_num_threads(1)
     os.environ["MASTER_ADDR"] = "127.0.0.1"  # accelerate asks for it, and does not use it: there is a process group
-    patience = EarlyStoppingCallback(early_stopping_patience=run.patience)
+    patience = EarlyStoppingCallback(run.patience, run.threshold)
     ours, dies = callback(root, run), _Dies(run, killer, rank)
     dies.ours = ours[0] if ours else None
     trained = trainer(root, run, *ours, patience, dies)

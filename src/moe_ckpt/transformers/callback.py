@@ -86,7 +86,8 @@ class MoECheckpointCallback(TrainerCallback):
         """Saves the last step, before ``Trainer`` loads the best model or deletes anything."""
         self._count(trainer.state)
         if self.checkpoint is not None:
-            self.checkpoint.finish(ended=trainer.state.global_step >= trainer.state.max_steps)
+            is_complete = trainer.state.global_step >= trainer.state.max_steps
+            self.checkpoint.finish(ended=is_complete or self._training.has_stopped_early())
         return finalize(trainer, *args, **kwargs)
 
     # --- events ---
@@ -115,7 +116,7 @@ class MoECheckpointCallback(TrainerCallback):
     def on_evaluate(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         """Notes that an evaluation is over."""
         if self._progress is not None:
-            self._progress.has_evaluated = True
+            self._progress.has_evaluated, self._progress.evaluated_step = True, state.global_step
 
     def _count(self, state: TrainerState) -> None:
         if self._is_uncounted and self.checkpoint is not None:

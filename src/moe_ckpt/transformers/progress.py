@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
-from transformers import Trainer
+from transformers import EarlyStoppingCallback, Trainer
 from transformers.trainer_callback import ExportableState
 
 from moe_ckpt.driver.changes import differing, same
@@ -40,13 +40,16 @@ class TrainerProgress:
         updates: Optimizer steps of that epoch that are done.
         is_in_training: A step was counted; else the state is that before the first batch is loaded.
         has_evaluated: An evaluation is over.
+        evaluated_step: The step of the newest evaluation in this process; None before.
     """
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer: Any = trainer  # much of what is set below is private to it
         self.epoch = self.updates = 0
         self.is_in_training = self.has_evaluated = False
-        self._resumed = self._warned = False
+        self.evaluated_step: int | None = None
+        self._stopped_before: int | None = None  # the run's max_steps then; None unless an early stop was restored
+        self._resumed = self._warned = self._is_over = False
         self._restore_generators: Callable[[], None] | None = None
         self._eval_on_start = trainer.args.eval_on_start
         self._rng: Mapping[str, Any] = {}  # before the epoch's order was drawn
@@ -61,6 +64,7 @@ class TrainerProgress:
             "updates": self.updates,
             "is_in_training": self.is_in_training,
             "has_evaluated": self.has_evaluated,
+            "stopped_before": trainer.state.max_steps if self.has_stopped_early() else None,
             "rng": self._rng,
             "data": self._data(),
             "state": {name: getattr(trainer.state, name) for name in _OF_STATE},
@@ -86,6 +90,7 @@ class TrainerProgress:
             log.warning("the next epoch begins with other data than the run had: %s", changed)
         self.epoch, self.updates, self.is_in_training = state["epoch"], state["updates"], state["is_in_training"]
         self._rng, self.has_evaluated = state["rng"], state["has_evaluated"]
+        self._stopped_before = state.get("stopped_before")
         for name, value in state["state"].items():
             setattr(trainer.state, name, value)
         for name, value in state["sums"].items():
@@ -121,6 +126,15 @@ class TrainerProgress:
             trainer._initial_global_step = trainer._globalstep_last_logged = trainer.state.global_step = step
             return
         self._resumed = True
+        self._is_over = self._remains_stopped(checkpoint.options.resume)
+        if self._is_over and trainer.is_world_process_zero():
+            log.warning(
+                "the run in %s was ended by EarlyStoppingCallback at step %d: nothing is left to train. For another "
+                "experiment choose another dirpath; to train longer, raise max_steps, num_train_epochs or "
+                "early_stopping_patience, or set resume='extend'",
+                checkpoint.options.dirpath,
+                step,
+            )
         if not self.is_in_training:
             return
         trainer.args.eval_on_start = False  # the run has made this evaluation, and callbacks have counted it
@@ -145,6 +159,27 @@ class TrainerProgress:
         vars(self.trainer).pop("get_eval_dataloader", None)
         self.trainer.args.eval_on_start = self._eval_on_start
 
+    # --- an early stop ---
+
+    def has_stopped_early(self) -> bool:
+        """Returns whether an ``EarlyStoppingCallback`` has ended the run, by the evaluation of the newest step."""
+        state, control = self.trainer.state, self.trainer.control
+        is_asked = control.should_training_stop and self.evaluated_step == state.global_step
+        return self._is_over or (is_asked and self._is_patience_spent())
+
+    def _remains_stopped(self, resume: str) -> bool:
+        """Returns whether the restored early stop holds for this start of the script."""
+        if self._stopped_before is None or resume == "extend" or self.trainer.state.max_steps > self._stopped_before:
+            return False
+        return self._is_patience_spent()
+
+    def _is_patience_spent(self) -> bool:
+        return any(
+            isinstance(one, EarlyStoppingCallback)
+            and one.early_stopping_patience_counter >= one.early_stopping_patience
+            for one in self._callbacks()
+        )
+
     # --- every epoch ---
 
     def enter_epoch(self, arguments: dict[str, Any]) -> bool:
@@ -158,7 +193,7 @@ class TrainerProgress:
             begins = epoch == arguments["epochs_trained"]
             batches = arguments["steps_trained_in_current_epoch"] if begins else 0
             self.epoch, self.updates = epoch, batches // trainer.args.gradient_accumulation_steps
-        if trainer.state.global_step >= trainer.state.max_steps:
+        if self._is_over or trainer.state.global_step >= trainer.state.max_steps:
             trainer.control.should_training_stop = True
             return False
         if epoch < self.epoch or self.updates >= arguments["num_update_steps_per_epoch"]:

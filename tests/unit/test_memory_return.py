@@ -16,7 +16,7 @@ from moe_ckpt.comm.communicator import largest
 from moe_ckpt.core.operators import expert_id
 from moe_ckpt.core.step import Step, Tier
 from moe_ckpt.driver.messages import Messages
-from moe_ckpt.errors import StoreError
+from moe_ckpt.errors import StoreError, StoreUnreadableError
 from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.ledger.retention import RetentionPolicy
 from moe_ckpt.memory.slot import Slot
@@ -251,6 +251,37 @@ def test_what_could_not_be_read_is_kept_though_an_older_step_in_memory_takes_its
     assert newest.step == 17
     assert newest.passed_over == ("step_00000099", "step_00000004")
     assert (where[0] / "step_00000004" / "MANIFEST.json").exists()
+
+
+@pytest.mark.parametrize("failing_rank", [0, 1])
+def test_no_start_goes_back_because_storage_does_not_answer_beneath_memory(where, failing_rank):  # noqa: F811
+    """It answers again when the next older step is tried: the start ends all the same, and memory keeps the newest."""
+    shard, raised = "step_00000001/rank_00000_expert.safetensors", {}
+
+    def train(comm):
+        with life(where, MoC(k=1), comm=comm) as first:
+            first.go(3, settle=True)
+
+    def again(comm):
+        storage = Failing(where[0], shard, OSError(errno.EIO, "gone away"), times=0)
+        with life(where, MoC(k=1), storage=storage, comm=comm) as second:
+            storage.times = 2 * (comm.rank == failing_rank)
+            try:
+                come_back(second, read_patience_secs=0.0)
+            except StoreError as error:
+                raised[comm.rank] = error
+
+    def answered(comm):
+        with life(where, MoC(k=1), comm=comm) as third:
+            assert come_back(third)[0].manifest.step == 3
+
+    run_threads(ThreadRanks(2), train)
+    for _ in range(3):
+        raised.clear()
+        run_threads(ThreadRanks(2), again)
+        assert isinstance(raised[failing_rank], StoreUnreadableError)
+        assert f"rank {failing_rank} cannot resume from checkpoint step_00000003" in str(raised[1 - failing_rank])
+    run_threads(ThreadRanks(2), answered)
 
 
 # --- what is gone ---

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from moe_ckpt.comm.communicator import largest
-from moe_ckpt.errors import DamagedError, NoCheckpointError, NotFiniteError, OtherLayoutError
+from moe_ckpt.errors import DamagedError, NoCheckpointError, NotFiniteError, OtherLayoutError, StoreUnreadableError
 from moe_ckpt.format.manifest import Manifest, age_of
 from moe_ckpt.format.shard import TORCH_DTYPES
 from moe_ckpt.notices import announce
@@ -119,11 +119,12 @@ def resume_newest(
                 say_kept(memory.shares, directory)
             restored = recovery.attempt(directory, opener)
         if isinstance(restored, NotUsableError):
-            if restored.kind == STOPS or (opener is None and restored.kind == UNREAD and on_read_error == "stop"):
+            source = None if opener is None else memory
+            if restored.kind == STOPS or (on_read_error == "stop" and _storage_fails(restored, source, comm)):
                 if tier is not None:
                     tier.left_slots.withdraw_starts()  # else three starts would pass for one that leads nowhere
                 raise_on_all_ranks(comm, restored, directory)
-            passed_over.add(directory, restored, None if opener is None else memory)
+            passed_over.add(directory, restored, source)
             continue
         if passed_over.windows and comm.rank == 0:
             window = passed_over.windows[0]
@@ -262,6 +263,20 @@ def _candidates(directories: Sequence[str], memory: MemoryCheckpoints | None) ->
         else:
             remaining.remove(best)
             yield best, None
+
+
+def _storage_fails(failure: NotUsableError, memory: MemoryCheckpoints | None, comm: Communicator) -> bool:
+    """Returns whether some rank did not get from storage what it needs. A collective for a checkpoint in memory.
+
+    Args:
+        failure: Why the checkpoint cannot be used.
+        memory: What gave it, or a part of it; None if it was read from storage alone.
+        comm: The ranks.
+    """
+    if failure.kind != UNREAD or memory is None:
+        return failure.kind == UNREAD
+    problem = failure.problem
+    return any(largest(comm, [isinstance(problem, StoreUnreadableError) and problem.path not in memory.used]))
 
 
 def _noting_unread(restored: Restored, comm: Communicator, unread: Sequence[str]) -> Restored:

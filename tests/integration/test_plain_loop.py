@@ -256,6 +256,40 @@ def test_another_size_of_batches_is_told(tmp_path: Path, caplog):
         assert (changed in caplog.text) == (size == 4)
 
 
+@pytest.mark.parametrize("of_epochs", [False, True], ids=["steps-of-batches", "steps-of-epochs"])
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("seed", [None, 3], ids=["run's-generator", "own-generator"])
+def test_later_epochs_are_shuffled_alike(tmp_path: Path, seed: int | None, workers: int, of_epochs: bool):
+    """After restarts in the middle of an epoch, and at its end, before or after the loader says so."""
+
+    def drawn_until(store: str, last: int) -> list[Any]:
+        torch.manual_seed(5)
+        model, optimizer = made()
+        generator = None if seed is None else torch.Generator().manual_seed(seed)
+        loader = StatefulDataLoader(range(8), 2, shuffle=True, num_workers=workers, generator=generator)
+        drawn: list[Any] = []
+        stateful, dirpath = {"data": loader}, tmp_path / store
+        with moe_ckpt.attach(model, optimizer, policy=Dense(), dirpath=dirpath, stateful=stateful) as ckpt:
+            number = ckpt.resume().step
+            while number < last:
+                for batch in loader:
+                    drawn.append((batch.tolist(), torch.rand(()).item()))
+                    if not of_epochs:
+                        optimizer.step()
+                        number += 1
+                        ckpt.after_step(number)
+                        if number == last:
+                            break
+                if of_epochs:  # the loader knows by now that its epoch is over
+                    optimizer.step()
+                    number += 1
+                    ckpt.after_step(number)
+        return drawn
+
+    ends = (2, 4) if of_epochs else (6, 8, 12)
+    assert [drawn for end in ends for drawn in drawn_until("killed", end)] == drawn_until("whole", ends[-1])
+
+
 @pytest.mark.parametrize("has_position", ["not", "loader", "counters"])
 def test_a_loop_without_a_position_in_the_data_is_told_so_once(tmp_path: Path, has_position: str, caplog):
     caplog.set_level("INFO")

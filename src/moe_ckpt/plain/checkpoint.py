@@ -143,10 +143,9 @@ class PlainCheckpoint(AttachedCheckpoint):
         restored = driver.restored
         host.generators.restore_scheduled()
         if restored is not None:
-            for name, loader in host.stateful.items():
-                state, loader = restored.plain["stateful"][name], getattr(loader, "loader", loader)
-                is_at_end = isinstance(state, Mapping) and state.get("_iterator_finished")
-                if isinstance(loader, DataLoader) and not is_at_end:  # the next epoch's seed is due in both
+            for target in host.stateful.values():
+                loader = getattr(target, "loader", target)
+                if isinstance(loader, DataLoader):
                     self.iterate_quietly(loader)
             driver.say.passed_over(host.step, step)
             if host.step:
@@ -159,18 +158,22 @@ class PlainCheckpoint(AttachedCheckpoint):
         self._host.generators.restore_newest()
 
     def iterate_quietly(self, loader: DataLoader[Any]) -> None:
-        """Makes the first iterator of a loader that continues an epoch draw no random number of the run.
+        """Makes the first iterator of a restored loader draw no random number, of the run or of its own generator.
 
-        A new iterator draws its seed from torch's generator; the run did so when the epoch began. ``resume`` calls this
-        for loaders in ``stateful``, so call it for others only.
+        A new iterator draws its seed, and a shuffled epoch's order; the run did so when the epoch began. If that epoch
+        has ended, the loader makes a second iterator, which draws those of the next. ``resume`` calls this for loaders
+        in ``stateful``, so call it for others only.
         """
         theirs = loader._get_iterator
 
         def first() -> Any:
             loader.__dict__.pop("_get_iterator", None)
-            before = capture_rng()
+            generator = loader.generator
+            before, state = capture_rng(), None if generator is None else generator.get_state()
             iterator = theirs()
             restore_rng(before)
+            if generator is not None:
+                generator.set_state(state)
             return iterator
 
         loader._get_iterator = first  # type: ignore[method-assign]

@@ -18,7 +18,7 @@ from lightning.fabric.wrappers import _FabricDataLoader
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import distribute_module
-from torch.optim.swa_utils import AveragedModel
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -111,6 +111,40 @@ def test_the_initial_checkpoint_has_the_loader_before_its_first_batch(tmp_path: 
     life(tmp_path, Loop(WINDOWS), Kill(kill_at, stored=0))
     resumed = life(tmp_path, Loop(WINDOWS))
     require_alike(undisturbed, resumed)
+
+
+@pytest.mark.parametrize("often", [(1, 0), (2, 1)], ids=["one-rests", "one-steps-twice"])
+def test_an_average_is_repeated_when_optimizers_step_unequally_often(tmp_path: Path, often: tuple[int, int]):
+    """``often``: how often the experts' optimizer steps in even and odd steps."""
+
+    def lived(store: str, last: int) -> tuple[bool, dict[str, torch.Tensor]]:
+        model, _ = made()
+        named = list(model.named_parameters())
+        optimizers = [torch.optim.AdamW([p for n, p in named if ("experts" in n) is e], lr=1e-2) for e in (False, True)]
+        average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.5))
+        options: Any = {"dirpath": tmp_path / store, "stateful": {"average": average}, "when_busy": "wait"}
+        ckpt = moe_ckpt.attach(model, optimizers, policy=policies.MoEvement(window=3), **options)
+        try:
+            begun = ckpt.resume().step
+            has_replayed = ckpt.replaying
+            for number in range(begun, last):
+                torch.manual_seed(number)
+                model(torch.randn(4, plain_run.WIDTH)).square().mean().backward()
+                for optimizer, times in zip(optimizers, (1, often[number % 2]), strict=True):
+                    for _ in range(times):
+                        optimizer.step()
+                model.zero_grad()
+                average.update_parameters(model)
+                ckpt.after_step(number + 1)
+        finally:
+            ckpt.close(10.0)
+        return has_replayed, {**model.state_dict(), **{f"average.{n}": v for n, v in average.state_dict().items()}}
+
+    _, undisturbed = lived("whole", 14)
+    lived("killed", 9)
+    has_replayed, resumed = lived("killed", 14)
+    assert has_replayed
+    assert not [name for name, value in undisturbed.items() if not torch.equal(value, resumed[name])]
 
 
 @pytest.mark.parametrize("policy", [("MoC", {"k": 1}), ("MoEtion", {"experts": 1, "capacity_boost": 0.5})])

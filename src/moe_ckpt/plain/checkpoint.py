@@ -109,7 +109,8 @@ class PlainCheckpoint(AttachedCheckpoint):
             local_ranks=int(os.environ.get("LOCAL_WORLD_SIZE", "1")),
         )
         self._updates, self._applied = 0, Updates()  # since the newest step
-        self._optimizers, self._stepped = len(optimizers), set[int]()
+        self._optimizers = len(optimizers)
+        self._stepped = 0  # updates made since the newest step
         self._warns_of_position = all(isinstance(target, _WITHOUT_POSITION) for target in stateful.values())
         self._undo.callback(self._counter.close)
         for optimizer in optimizers:
@@ -206,9 +207,10 @@ class PlainCheckpoint(AttachedCheckpoint):
     @timed
     def _updated(self, optimizer: Any, *_: Any) -> None:
         self._applied.note(optimizer)
-        self._stepped.add(id(optimizer))
-        if self._driver.replaying is not None and len(self._stepped) == self._optimizers:
-            self._driver.replaying.put_back(self._host.step + 1)  # before the loop averages or evaluates the weights
+        self._stepped += 1
+        replaying = self._driver.replaying
+        if replaying is not None and self._stepped == replaying.recorded.get("stepped", self._optimizers):
+            replaying.put_back(self._host.step + 1)  # before the loop averages or evaluates the weights
         self._driver.note(Moment.WRITTEN)
 
     @timed
@@ -237,7 +239,7 @@ class PlainCheckpoint(AttachedCheckpoint):
         self._host.buckets.note()
         self._host.loop.count("after_step", step, counters)
         self._updates, applied = 0, self._applied.take()
-        self._stepped.clear()
+        self._host.stepped, self._stepped = self._stepped, 0
         return self._driver.after_update(self._counter.take(), updated=applied if updated is None else updated)
 
 

@@ -55,6 +55,7 @@ class PlainHost(LoopHost, TorchHost):
 
     Attributes:
         buckets: The order of DDP's buckets.
+        stepped: How often optimizers stepped in the newest step, since some may rest, or step more than once.
     """
 
     def __init__(
@@ -65,7 +66,7 @@ class PlainHost(LoopHost, TorchHost):
             require_known_holders(name, parameter, world_size)
         LoopHost.__init__(self, stateful, LoopPosition())
         TorchHost.__init__(self, module, optimizers)
-        self._world_size = world_size
+        self._world_size, self.stepped = world_size, 0
         self.buckets = BucketOrder(model, world_size)
         schedules = {name: schedules_of(target) for name, target in stateful.items()}
         batches = {name: batches_of(target) for name, target in stateful.items()}
@@ -110,6 +111,7 @@ class PlainHost(LoopHost, TorchHost):
         return {
             "framework": "torch",
             "step": self.step,
+            "stepped": self.stepped,
             "counters": self.loop.counters,
             "plain": self.state.plain(described=described),
             "stateful": with_blocks(stateful) if self._is_sharded else stateful,

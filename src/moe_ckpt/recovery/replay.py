@@ -37,10 +37,12 @@ class StepReplay:
 
     Attributes:
         manifest: As given.
+        recorded: This rank's plain state after the step that is computed next, if the checkpoint has one.
     """
 
     def __init__(self, manifest: Manifest, loaded: int | None = None) -> None:
         self.manifest = manifest
+        self.recorded: Plain = {}
         self._steps = tuple(slot.step for slot in manifest.slots)
         self._loaded = len(self._steps) if loaded is None else loaded
         self._reached = self._until = 0
@@ -85,7 +87,7 @@ class StepReplay:
             changed: How the script differs from the one that wrote the window, as text.
         """
         self._before, self._repeated, self._until, self._changed = plain, repeated, until, changed
-        self._recorded: Plain = self.upcoming()
+        self.recorded = self.upcoming()
 
     @property
     def done(self) -> bool:
@@ -122,12 +124,12 @@ class StepReplay:
     def compare(self, step: int, captured: Plain) -> None:
         """Raises ``ReplayDivergedError`` unless ``captured``, the plain state after ``step``, is as recorded."""
         self._reached = step
-        if self._recorded:
+        if self.recorded:
             self.put_back(step)
             self.repeat()  # other callbacks or QK-clip may have changed weights since
-            parts = self._repeated(self._before, self._recorded)
-            require_repeated(step, parts, self._recorded, captured, self._changed)
-            self._before, self._recorded = self._recorded, self.upcoming()
+            parts = self._repeated(self._before, self.recorded)
+            require_repeated(step, parts, self.recorded, captured, self._changed)
+            self._before, self.recorded = self.recorded, self.upcoming()
 
     def count(self, tokens: Deferred[StepTokens]) -> None:
         """Notes the tokens that this rank counted in a step that was computed again."""

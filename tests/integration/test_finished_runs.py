@@ -265,3 +265,32 @@ def test_without_logging_set_up_every_start_says_what_it_found_and_where_it_begi
     assert all(re.fullmatch(setup, life.pop(0)) for life in said), done.stderr
     for found, wanted in zip(said, expected, strict=True):
         assert all(re.fullmatch(*pair) for pair in zip(wanted, found, strict=True)), found
+
+
+class Elsewhere(pl.Callback):
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+
+    def on_train_batch_end(self, *_):
+        os.chdir(self.directory)
+
+
+def test_a_relative_store_stays_where_it_was_when_training_changes_the_directory(tmp_path, monkeypatch):
+    for directory in ("run", "other"):
+        (tmp_path / directory).mkdir()
+    monkeypatch.chdir(tmp_path / "run")
+    trainer = pl.Trainer(
+        max_epochs=1,
+        callbacks=[
+            MoECheckpoint(Dense(4), "store", when_busy="wait"),
+            EarlyStopping("val_loss", stopping_threshold=1e9),
+            Elsewhere(tmp_path / "other"),
+        ],
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(TinyMoE(), loader(), loader())
+    assert (tmp_path / "run" / "store" / "finished.json").exists()
+    assert list((tmp_path / "other").iterdir()) == []

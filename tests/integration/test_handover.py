@@ -302,3 +302,31 @@ def test_it_goes_on_sharded_over_other_ranks(tmp_path: Path):
     for tensors in run_ranks(taken_over, 2, str(tmp_path)):
         assert tensors.keys() == expected.keys()
         assert all(torch.equal(tensors[name], moment) for name, moment in expected.items())
+
+
+class WithAnotherHead(Lit):
+    """Beside the model it has a frozen head, whose name is that of the model's without what names begin with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lm_head = nn.Linear(*reversed(self.net.lm_head.weight.shape), bias=False).requires_grad_(False)
+
+
+def test_two_tensors_that_would_have_one_name_are_refused(tmp_path: Path):
+    trainer = pl.Trainer(
+        max_steps=2,
+        callbacks=[MoECheckpoint(Dense(), tmp_path / "a")],
+        accelerator="cpu",
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    trainer.fit(WithAnotherHead(), StatefulDataLoader(DATA, BATCH))
+    model = transformers_run.model()
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    optimizer, _ = optimizer_and_schedule(model)
+    attached = moe_ckpt.attach(model, optimizer, policy=Dense(), dirpath=tmp_path / "b", state_from=tmp_path / "a")
+    with attached as ckpt, pytest.raises(ConfigError, match=r"lm_head\.weight.*would both be model/lm_head\.weight"):
+        ckpt.resume()
+    assert all(torch.equal(before[name], parameter) for name, parameter in model.named_parameters())
+    assert model.lm_head.weight.requires_grad

@@ -192,8 +192,22 @@ def test_bad_requests_are_named(run, tmp_path):
         export(run.root / STEP, "onnx", tmp_path / "out")
     with pytest.raises(NoCheckpointError):
         export(tmp_path / "nowhere", "dcp", tmp_path / "out")
+    with pytest.raises(ConfigError, match=r"s3://bucket/out.*local directories"):
+        export(run.root / STEP, "dcp", "s3://bucket/out")
     with pytest.raises(CoverageError, match="rank 5"):
         lightning_dict(of_lightning(*open_step(run.root / STEP), 5))
+
+
+def test_an_output_that_appears_meanwhile_is_not_overwritten(run, tmp_path):
+    target = tmp_path / "out.ckpt"
+
+    def appears(done, total):
+        target.write_text("of another export")
+
+    with pytest.raises(ConfigError, match="exists already"):
+        export(run.root / STEP, "lightning", target, progress=appears)
+    assert target.read_text() == "of another export"
+    assert sorted(os.listdir(tmp_path)) == ["out.ckpt", "store"]
 
 
 def test_another_frameworks_checkpoint_has_no_loops(tmp_path):

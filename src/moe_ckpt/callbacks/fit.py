@@ -367,8 +367,7 @@ class Fit(pl.Callback):
             return
         if driver.lifecycle.state is not State.READY or driver.restored is None:
             return
-        store = open_storage(driver.options.dirpath, access=driver.options.access)
-        if read_finished(store, driver.comm, driver.restored.manifest) is None:
+        if read_finished(driver.storage, driver.comm, driver.restored.manifest) is None:
             self.finish()
 
     def close(self, grace_secs: float | None) -> None:

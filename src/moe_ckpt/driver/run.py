@@ -35,7 +35,7 @@ from moe_ckpt.run.events import Loaded, Observer, StepRecord, StepReplayed
 from moe_ckpt.run.options import Options
 from moe_ckpt.session.session import CheckpointSession
 from moe_ckpt.stopwatch import Stopwatch
-from moe_ckpt.storage import StoreLock, open_storage
+from moe_ckpt.storage import Storage, StoreLock, open_storage
 from moe_ckpt.storage.lock import job_name
 
 on_phase: Callable[[str], None] | None = None
@@ -66,6 +66,7 @@ class Driver:
         gradients: Logs gradients; None if the policy does not.
         survivors: Seals the newest step when training stops at a failure; set by ``open``, None if nothing does.
         say: Messages to the user; set by ``open``.
+        storage: Of the store; set by ``open``, so that another working directory later does not matter.
         stopwatch: Measures the stall of all hooks of the adapter and the session.
     """
 
@@ -83,6 +84,7 @@ class Driver:
         self.session: CheckpointSession
         self.survivors: SealingSurvivors | None = None
         self.say: Messages
+        self.storage: Storage
         self._host = host
         self._undrained = False
 
@@ -148,7 +150,7 @@ class Driver:
         )
         session, self._tell = CheckpointSession(run, self.stopwatch), run.tell
         session.open()
-        self.session, self._storage, self._open_log = session, storage, open_log
+        self.session, self.storage, self._open_log = session, storage, open_log
         self.boost, self.localized = boost, localized
         self.say = Messages(self._host.unit, self.options.dirpath, comm.rank)
         tensors = state.tensors()  # before specs(), which are of the same moment
@@ -275,7 +277,7 @@ class Driver:
             self.say.replayed(self.replaying.steps[0], manifest.step, restored.origin)
             self.say.left_behind(manifest.step, restored.left_behind)
         else:
-            finished = read_finished(self._storage, self.comm, manifest)
+            finished = read_finished(self.storage, self.comm, manifest)
             fault = self.session.resume_from(manifest, **restored.going_on)
             self.lifecycle.move(Action.RESUME, "resume()")
             plt, goes_on, besides = self.session.run_ledger.tokens.plt, True, ""
@@ -287,7 +289,7 @@ class Driver:
             self.say.resumed(manifest.step, restored.origin, fault, plt, besides)
             if finished is None:
                 self.say.left_behind(manifest.step, restored.left_behind)
-            reader = None if restored.from_memory else StoreReader(self._storage)
+            reader = None if restored.from_memory else StoreReader(self.storage)
             self.begin_boost(restored.plain, fault, manifest, reader)
         self.say.inexact(inexact)
         warn_of_changes(changes, self.comm.rank)
@@ -481,8 +483,7 @@ class Driver:
         """Records that the run is finished, if its newest checkpoint is of its last step. On rank 0, lock held."""
         end, parsed = self._host.end(), parse_step_dir(newest)
         if end is not None and parsed is not None and parsed[0] == self._host.step:
-            storage = open_storage(self.options.dirpath, access=self.options.access)
-            write_finished(storage, newest, *end)
+            write_finished(self.storage, newest, *end)
 
     def survive(self, why: BaseException | str) -> None:
         """Seals the newest step in memory that outlives the process, after a failure of training, before ``close``.

@@ -93,6 +93,10 @@ def export(
         raise ConfigError(f"max_file_bytes={max_file_bytes!r} is for safetensors: {to} does not split files by size")
     if to != "hf" and config is not None:
         raise ConfigError(f"config={str(config)!r} is for hf: {to} keeps names as they are")
+    if output is not None and "://" in os.fspath(output):
+        raise ConfigError(
+            f"output={os.fspath(output)!r}: export writes to local directories; copy the result from there"
+        )
     limit = parse_bytes(MAX_FILE_BYTES if max_file_bytes is None else max_file_bytes, "max_file_bytes")
     writers: dict[str, _Writer] = {
         "dcp": _write_dcp,
@@ -105,7 +109,7 @@ def export(
     def written(reader: StoreReader, manifest: Manifest) -> Path:
         if chosen is not None:
             chosen(manifest)
-        target = Path(output) if output is not None else Path(manifest.directory + suffix)
+        target = Path(output).expanduser() if output is not None else Path(manifest.directory + suffix)
         return _write(reader, manifest, writers[to], target, progress or (lambda done, total: None))
 
     if not memory:
@@ -134,13 +138,15 @@ def _verify(opened: OpenedMemory, store: str) -> None:
 def _write(reader: StoreReader, manifest: Manifest, writer: _Writer, target: Path, progress: Progress) -> Path:
     """Writes a checkpoint under a temporary name, and then gives it its own. Returns ``target``."""
     if os.path.lexists(target):
-        raise ConfigError(f"the output {target} exists already: export never overwrites; give another --output")
+        raise _exists(target)
     beginning = f".{target.name}.{os.uname().nodename}."
     temporary = target.with_name(f"{beginning}{os.getpid()}.{secrets.token_hex(4)}.tmp")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         _remove_leftovers(target.parent, beginning)
         writer(whole(reader, manifest), temporary, progress)
+        if os.path.lexists(target):  # another export was quicker
+            raise _exists(target)
         os.rename(temporary, target)
     except OSError as error:
         elsewhere = error.filename is not None and not str(error.filename).startswith(str(target.parent))
@@ -150,6 +156,10 @@ def _write(reader: StoreReader, manifest: Manifest, writer: _Writer, target: Pat
     finally:
         _remove(temporary)
     return target
+
+
+def _exists(target: Path) -> ConfigError:
+    return ConfigError(f"the output {target} exists already: export never overwrites; give another --output")
 
 
 def _remove_leftovers(directory: Path, beginning: str) -> None:

@@ -84,7 +84,15 @@ class _RenamingReader(StoreReader):
             names = [key.removeprefix(MODEL) for key in stored.tensors if key.startswith(MODEL)]
             here = [spec.parameter for spec in weight_specs(self._state.specs())]
             self.renaming = Renaming(*common_beginnings(names, here))
-            tensors = {self.renaming.key(key): group for key, group in stored.tensors.items()}
+            origins: dict[str, str] = {}
+            for key in stored.tensors:
+                other = origins.setdefault(self.renaming.key(key), key)
+                if other != key:
+                    raise ConfigError(
+                        f"state_from: {other} and {key} of the checkpoint would both be {self.renaming.key(key)} here. "
+                        "Rename the tensor outside of the model, or set weights_from= to begin from the weights"
+                    )
+            tensors = {name: stored.tensors[key] for name, key in origins.items()}
             self._named = TensorIndex(tensors, stored.side)
         return self._named
 

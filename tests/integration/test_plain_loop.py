@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import re
@@ -27,7 +28,7 @@ from moe_ckpt import policies
 from moe_ckpt.callbacks import MoECheckpoint
 from moe_ckpt.data import RecoverableDistributedSampler
 from moe_ckpt.errors import ConfigError, MoECheckpointError, UnsupportedError
-from moe_ckpt.policies import Dense, MoC
+from moe_ckpt.policies import Dense, MoC, MoEvement
 from tests.integration import plain_run
 from tests.integration.plain_run import STEPS, Loop
 from tests.support.kills import Kill, drawn, killed
@@ -457,3 +458,36 @@ def test_other_stateful_objects_than_the_checkpoints_are_named(tmp_path: Path):
             ckpt.resume()
             step(model, optimizer)
             ckpt.after_step(1)
+
+
+@pytest.mark.parametrize("policy", [MoEvement(window=2), Dense()])
+@pytest.mark.parametrize("how", ["again", "lbfgs", "read"])
+def test_passes_after_an_update_of_the_same_step_need_a_policy_without_windows(tmp_path: Path, how: str, policy: Any):
+    """A window that is computed again has the other weights at its end only."""
+    model, optimizer = made()
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=2) if how == "lbfgs" else optimizer
+
+    def loss() -> torch.Tensor:
+        optimizer.zero_grad()
+        value = model(torch.ones(4, plain_run.WIDTH)).square().mean()
+        value.backward()
+        return value
+
+    ckpt = moe_ckpt.attach(model, optimizer, policy=policy, dirpath=tmp_path / "store")
+    refused = how != "read" and isinstance(policy, MoEvement)
+    expected = pytest.raises(ConfigError, match=r"sparse window.*passes") if refused else contextlib.nullcontext()
+    with expected, ckpt:
+        ckpt.resume()
+        for number in range(1, 4):
+            loss()
+            optimizer.step(loss if how == "lbfgs" else None)
+            if how == "again":
+                loss()
+                optimizer.step()
+            if how == "read":  # as for an average, or a validation
+                with torch.no_grad():
+                    model(torch.ones(4, plain_run.WIDTH))
+                model.eval()
+                model(torch.ones(4, plain_run.WIDTH))
+                model.train()
+            assert ckpt.after_step(number).step == number

@@ -208,6 +208,29 @@ def test_what_is_kept_is_said_although_the_launcher_stops_the_rank_meanwhile(sur
     assert "rank 0 keeps its state of step 7 in memory" in caplog.text
 
 
+def test_a_second_signal_while_weights_are_compared_waits_for_the_seal(surviving, recorder):
+    """SLURM and torchrun each send one."""
+
+    def compared() -> bool:
+        signal.raise_signal(signal.SIGTERM)
+        return True
+
+    def terminate(number: int, _: object) -> None:
+        raise Terminated(number)
+
+    recorder.has_noted_weights = compared
+    recorder.done.set()
+    with surviving.joining(update=False):
+        pass
+    former = signal.signal(signal.SIGTERM, terminate)
+    try:
+        with pytest.raises(Terminated):
+            surviving.survive("SIGTERM")
+    finally:
+        signal.signal(signal.SIGTERM, former)
+    assert recorder.sealed == 1
+
+
 def test_a_signal_while_the_session_saves_is_acted_on_when_it_has(surviving, recorder, monkeypatch):
     ended: list[Moment] = []
     monkeypatch.setattr(surviving.termination, "settle", lambda: ended.append(surviving.moment))

@@ -33,6 +33,7 @@ GRACE_SECS, LAST_SECS, SEALING_SECS = 4.0, 1.0, 1.5
 """Of torchrun here, of it what is left when a step must be sealed, and ``survivor_secs``."""
 SIGNALLED = "the signal comes"
 ALONE = "stands still without torchrun"
+LATE = "sets its handler later, without torchrun"
 SEALED = "keeps its state of step 3 in memory"
 ENDED = 9
 
@@ -63,11 +64,14 @@ def terminate() -> None:
 def train(place: str, how: str) -> None:
     """A training process, at step 3, that somebody terminates."""
     termination.TORCHRUN_GRACE_SECS, termination.LAST_SECS = GRACE_SECS, LAST_SECS
-    signal.signal(signal.SIGTERM, raises if how == "raises" else handler)
+    if how != LATE:
+        signal.signal(signal.SIGTERM, raises if how == "raises" else handler)
     memory = Memory(directory=Path(place, "memory"), storage_every=100)
     with Life(LocalStorage(Path(place, "store")), policy=Dense(every_n_steps=100), memory=memory) as life:
         surviving = Surviving(life.session.follow(Survivor), 0, SimpleNamespace(unit="step"), SEALING_SECS)
         surviving.termination.watch()
+        if how == LATE:
+            signal.signal(signal.SIGTERM, handler)
         life.go(3, settle=True)
         surviving.enter(Moment.RESTING)
         threading.Timer(0.5, terminate).start()
@@ -81,7 +85,7 @@ def train(place: str, how: str) -> None:
             busy(1.0)
             surviving.termination.unwatch()
             time.sleep(GRACE_SECS)
-        elif how == "busy":
+        elif how in ("busy", LATE):
             busy(2 * GRACE_SECS)
         else:
             never_returns()
@@ -132,8 +136,8 @@ def jobs() -> Iterator[dict[str, Job]]:
     """All at once, since they mostly wait."""
     with tempfile.TemporaryDirectory(dir=DEFAULT_ROOT) as root, contextlib.ExitStack() as ends:
         started = {}
-        for how in ("stands still", "busy", "raises", "over", ALONE):
-            run_id = None if how == ALONE else "a job"
+        for how in ("stands still", "busy", "raises", "over", ALONE, LATE):
+            run_id = None if how in (ALONE, LATE) else "a job"
             started[how] = Job(Path(root, how.replace(" ", "_")), how, run_id)
             ends.callback(started[how].kill)
         for how, job in started.items():
@@ -162,4 +166,11 @@ def test_without_torchrun_nobody_knows_when_it_is_too_late(jobs):
     ended, said = jobs[ALONE].end(), jobs[ALONE].said
     assert ended is None, said
     assert SIGNALLED in said
+    assert SEALED not in said
+
+
+def test_a_handler_that_is_set_later_ends_the_process_when_it_wants_to(jobs):
+    ended, said = jobs[LATE].end(), jobs[LATE].said
+    assert ended == ENDED, said
+    assert "handled" in said
     assert SEALED not in said

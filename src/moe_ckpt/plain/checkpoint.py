@@ -11,9 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
+from torch.utils.hooks import RemovableHandle
 
 from moe_ckpt.driver.attached import AttachedCheckpoint
 from moe_ckpt.driver.host import GradientLogging, Stateful
@@ -111,8 +113,12 @@ class PlainCheckpoint(AttachedCheckpoint):
         self._updates, self._applied = 0, Updates()  # since the newest step
         self._optimizers = len(optimizers)
         self._stepped = 0  # updates made since the newest step
+        self._modules = frozenset(self._host.module.modules())
+        self._refusing: RemovableHandle | None = None
+        self._uses_lbfgs = any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers)
         self._warns_of_position = all(isinstance(target, _WITHOUT_POSITION) for target in stateful.values())
         self._undo.callback(self._counter.close)
+        self._undo.callback(self._admit_passes)
         for optimizer in optimizers:
             self._undo.callback(optimizer.register_step_pre_hook(self._before_update).remove)
             self._undo.callback(optimizer.register_step_post_hook(self._updated).remove)
@@ -211,7 +217,26 @@ class PlainCheckpoint(AttachedCheckpoint):
         replaying = self._driver.replaying
         if replaying is not None and self._stepped == replaying.recorded.get("stepped", self._optimizers):
             replaying.put_back(self._host.step + 1)  # before the loop averages or evaluates the weights
+        if self._refusing is None and (replaying is not None or self._driver.options.needs.windows):
+            if self._uses_lbfgs:
+                raise ConfigError(
+                    f"{_INEXACT}LBFGS computes passes within its update. Use another optimizer, or Dense or MoC"
+                )
+            self._refusing = register_module_forward_pre_hook(self._refuse_pass)
         self._driver.note(Moment.WRITTEN)
+
+    def _refuse_pass(self, module: nn.Module, _: Any) -> None:
+        if module in self._modules and module.training and torch.is_grad_enabled():
+            self._admit_passes()
+            raise ConfigError(
+                f"{_INEXACT}a forward pass in training mode begins after optimizer.step(). Step the optimizers after "
+                "the last backward pass and call after_step then; or use GradientLog, Dense or MoC"
+            )
+
+    def _admit_passes(self) -> None:
+        refusing, self._refusing = self._refusing, None
+        if refusing is not None:
+            refusing.remove()
 
     @timed
     def after_step(
@@ -231,6 +256,7 @@ class PlainCheckpoint(AttachedCheckpoint):
             ReplayDivergedError: A replayed step differs from the recorded one.
         """
         self._driver.lifecycle.require(Action.STEP, "after_step()")
+        self._admit_passes()
         if counters is None and self._warns_of_position:
             self._warns_of_position = False
             self._driver.say.no_position()
@@ -264,6 +290,10 @@ def _require_usable(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
             )
 
 
+_INEXACT = (
+    "steps of a sparse window (MoEvement) are computed again after a failure, which needs all passes of a step to come "
+    "before its updates, since others read weights that are not restored yet; but "
+)
 _UNCOUNTED = 16
 """Steps of each optimizer without ``after_step``: more than any loop makes between two."""
 _WITHOUT_POSITION = (LRScheduler, torch.amp.GradScaler, nn.Module, Optimizer)

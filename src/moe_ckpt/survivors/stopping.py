@@ -141,6 +141,10 @@ class Surviving:
         """
         if not self.is_here:
             return
+        with _not_interrupted():  # including its messages: a handler may raise
+            self._survive(why, patience_secs)
+
+    def _survive(self, why: str, patience_secs: float) -> None:
         until = time.monotonic() + patience_secs
         while not self.is_whole and self.ends_soon and time.monotonic() < until:
             time.sleep(0.01)
@@ -161,13 +165,12 @@ class Surviving:
                 message = "the newest %s is not sealed after %s: parameters are %s"
                 log.log(level, message, self._unit, why, self.moment.value)
                 return
-            with _not_interrupted():  # including its messages: a handler may raise
-                until = time.monotonic() + self._secs
-                survived = self._survivor.seal(self._secs)
-                if self._localized is not None:
-                    self._localized.write_log(max(0.0, until - time.monotonic()))
-                if survived is not None:
-                    self._say(survived, why)
+            until = time.monotonic() + self._secs
+            survived = self._survivor.seal(self._secs)
+            if self._localized is not None:
+                self._localized.write_log(max(0.0, until - time.monotonic()))
+            if survived is not None:
+                self._say(survived, why)
 
     def _say(self, survived: Survived, why: str) -> None:
         """Logs whether this rank sealed its newest step."""

@@ -150,7 +150,8 @@ class Termination:
 
     def _act(self) -> None:
         """Seals after the signal if the training thread does not, because it waits for a lost peer."""
-        if self._is_beside and not self._stands_still():
+        is_beside = self._is_beside or signal.getsignal(signal.SIGTERM) != self._handle  # another handler came later
+        if is_beside and not ("TORCHELASTIC_RUN_ID" in os.environ and self._stands_still()):
             return
         until = time.monotonic() + self._secs
         while not self._handled.wait(HANDLER_SECS):

@@ -515,14 +515,14 @@ def test_a_manifest_that_is_lost_while_the_run_lives_is_noticed_at_the_next_step
             if comm.rank == 0:
                 for path in where[0].glob("step_*/MANIFEST.json"):
                     path.unlink()
-            for _ in range(5):
+            for _ in range(10):
                 time.sleep(0.3)  # a short step
                 each.go(settle=True)
 
     run_threads(ThreadRanks(ranks), train)
     assert caplog.text.count("something deleted it during training") == 1
     [newest] = committed(where[0])
-    assert age_of(newest)[1] <= 9
+    assert age_of(newest)[1] <= 14, "the thread that looks may be late on a busy machine"
     delete_tree(where[1])
     where[1].mkdir()
     with life(where) as alone:

@@ -473,10 +473,9 @@ def test_passes_after_an_update_of_the_same_step_need_a_policy_without_windows(t
         value.backward()
         return value
 
-    ckpt = moe_ckpt.attach(model, optimizer, policy=policy, dirpath=tmp_path / "store")
     refused = how != "read" and isinstance(policy, MoEvement)
     expected = pytest.raises(ConfigError, match=r"sparse window.*passes") if refused else contextlib.nullcontext()
-    with expected, ckpt:
+    with expected, moe_ckpt.attach(model, optimizer, policy=policy, dirpath=tmp_path / "store") as ckpt:
         ckpt.resume()
         for number in range(1, 4):
             loss()

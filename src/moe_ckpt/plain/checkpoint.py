@@ -85,6 +85,9 @@ class PlainCheckpoint(AttachedCheckpoint):
     ) -> None:
         model, optimizers = torch_model(model), [torch_optimizer(optimizer) for optimizer in optimizers]
         _require_usable(model, optimizers)
+        self._uses_lbfgs = any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers)
+        if options.needs.windows:
+            self._refuse_lbfgs()
         if not isinstance(stateful, Mapping):
             raise ConfigError(
                 f"moe_ckpt.attach(stateful={type(stateful).__name__}): give the objects by name, as in "
@@ -115,7 +118,6 @@ class PlainCheckpoint(AttachedCheckpoint):
         self._stepped = 0  # updates made since the newest step
         self._modules = frozenset(self._host.module.modules())
         self._refusing: RemovableHandle | None = None
-        self._uses_lbfgs = any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers)
         self._warns_of_position = all(isinstance(target, _WITHOUT_POSITION) for target in stateful.values())
         self._undo.callback(self._counter.close)
         self._undo.callback(self._admit_passes)
@@ -148,6 +150,8 @@ class PlainCheckpoint(AttachedCheckpoint):
         loop.set_position(step, {})
         driver.resume()
         restored = driver.restored
+        if driver.replaying is not None:
+            self._refuse_lbfgs()
         host.generators.restore_scheduled()
         if restored is not None:
             for target in host.stateful.values():
@@ -218,12 +222,12 @@ class PlainCheckpoint(AttachedCheckpoint):
         if replaying is not None and self._stepped == replaying.recorded.get("stepped", self._optimizers):
             replaying.put_back(self._host.step + 1)  # before the loop averages or evaluates the weights
         if self._refusing is None and (replaying is not None or self._driver.options.needs.windows):
-            if self._uses_lbfgs:
-                raise ConfigError(
-                    f"{_INEXACT}LBFGS computes passes within its update. Use another optimizer, or Dense or MoC"
-                )
             self._refusing = register_module_forward_pre_hook(self._refuse_pass)
         self._driver.note(Moment.WRITTEN)
+
+    def _refuse_lbfgs(self) -> None:
+        if self._uses_lbfgs:
+            raise ConfigError(f"{_INEXACT}LBFGS computes passes within its update. Use another optimizer, Dense or MoC")
 
     def _refuse_pass(self, module: nn.Module, _: Any) -> None:
         if module in self._modules and module.training and torch.is_grad_enabled():

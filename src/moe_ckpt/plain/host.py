@@ -81,7 +81,7 @@ class PlainHost(LoopHost, TorchHost):
                 state = plain["stateful"][name]
                 # ``state_dict`` of a loader may make an iterator, which draws a seed
                 target.load_state_dict(without_blocks(state, target.state_dict(), name) if has_blocks(state) else state)
-                generator, recorded = _generator_of(target), plain.get("loader_generators", {}).get(name)
+                generator, recorded = _generator_of(target), plain["loader_generators"].get(name)
                 if generator is not None and recorded is not None:
                     generator.set_state(recorded)
         before, now = plain["configured"], self._configured

@@ -90,7 +90,7 @@ class TrainerProgress:
             log.warning("the next epoch begins with other data than the run had: %s", changed)
         self.epoch, self.updates, self.is_in_training = state["epoch"], state["updates"], state["is_in_training"]
         self._rng, self.has_evaluated = state["rng"], state["has_evaluated"]
-        self._stopped_before = state.get("stopped_before")
+        self._stopped_before = state["stopped_before"]
         for name, value in state["state"].items():
             setattr(trainer.state, name, value)
         for name, value in state["sums"].items():

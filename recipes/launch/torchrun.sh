@@ -9,5 +9,10 @@ set -euo pipefail
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
+
+# Processes with @record (torchtitan's) write their error into a file for torchrun. One that torchrun ends while it writes
+# leaves half a file, at which torchrun fails instead of starting all again. So they are not told of a file: the traceback
+# is on stderr anyway.
 exec "${PYTHON:-python}" -m torch.distributed.run --standalone --nproc-per-node="${NPROC:-4}" \
-  --max-restarts="${MAX_RESTARTS:-20}" ${LOGS:+--redirects=2 --log-dir="$LOGS"} "$@"
+  --max-restarts="${MAX_RESTARTS:-20}" ${LOGS:+--redirects=2 --log-dir="$LOGS"} \
+  --no-python env -u TORCHELASTIC_ERROR_FILE "${PYTHON:-python}" -u "$@"

@@ -8,6 +8,7 @@ import re
 import shlex
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,25 @@ def test_restarts_get_a_store_of_their_own(script):
     assert "--standalone" in commands or "--rdzv-backend=c10d" in commands
     assert "--max-restarts" in commands
     assert "--master-port" not in commands
+
+
+HALF_AN_ERROR = """
+import os, signal
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    open(os.environ.get("TORCHELASTIC_ERROR_FILE", os.devnull), "w").close()
+    os.kill(os.getpid(), signal.SIGTERM)
+print("on with", os.sys.argv[1])
+"""
+
+
+def test_a_process_that_is_ended_while_it_writes_its_error_is_started_again(tmp_path):
+    """torchrun fails at half an error file, as ``@record`` leaves it when torchrun ends its process meanwhile."""
+    (tmp_path / "program.py").write_text(HALF_AN_ERROR)
+    environment = os.environ | {"NPROC": "1", "PYTHON": sys.executable}
+    command = [str(ONE_NODE), str(tmp_path / "program.py"), "a b"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "on with a b" in done.stdout
 
 
 # --- SLURM ---
@@ -83,6 +103,13 @@ def test_a_job_whose_time_is_nearly_up_is_requeued_and_goes_on_until_slurm_ends_
     words = srun_words(asked)
     assert {"--rdzv-endpoint=node1:29400", "--nnodes=3"} <= {*words}
     assert words[-2:] == ["program.py", "extra=1"]
+
+
+def test_no_node_fails_at_half_an_error_file(slurm):
+    process, asked = slurm("true", 0)
+    assert process.wait(120) == 0
+    program = ["--no-python", "env", "-u", "TORCHELASTIC_ERROR_FILE", "python", "-u", "program.py", "extra=1"]
+    assert srun_words(asked)[-len(program) :] == program
 
 
 def test_a_job_that_fails_is_not_requeued_and_says_so_by_its_exit_code(slurm):

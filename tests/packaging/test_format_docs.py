@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "format.md").read_text()
 
 
-OPTIONAL = {"window", "passed_over", "not_finite"}
+OPTIONAL = {"window", "not_finite"}
 """Fields that not every manifest has."""
 FROM_PARTS = {"files", "operators", "states"}
 """Fields of a manifest that its document does not have."""

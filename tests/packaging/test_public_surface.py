@@ -103,7 +103,7 @@ RECORDS = {
     "moe_ckpt.format.run_records.Finished": "run_id step generation reason limits callbacks",
     "moe_ckpt.format.manifest.Manifest": (
         "run_id step generation world_size index created_unix_secs model files operators states parent policy measured "
-        "tokens window passed_over parts not_finite"
+        "tokens window parts not_finite"
     ),
     "moe_ckpt.format.manifest.SlotRecord": "step states",
     "moe_ckpt.format.manifest.FileRecord": "path nbytes header_nbytes header_digest step rank",

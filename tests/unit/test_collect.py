@@ -46,7 +46,7 @@ def no_spares(monkeypatch):
     monkeypatch.setattr(retention, "_spares", lambda ordered: [])
 
 
-def commit(storage, step, experts_from=(), generation=0, write_manifest=True, parent=None, passed_over=()):
+def commit(storage, step, experts_from=(), generation=0, write_manifest=True, parent=None):
     """A checkpoint of ``step`` whose view also needs the expert shards of the steps ``experts_from``."""
     directory = step_dir(step, generation)
     own = shards_of(directory)
@@ -65,7 +65,6 @@ def commit(storage, step, experts_from=(), generation=0, write_manifest=True, pa
         operators={},
         states=(),
         parent=parent,
-        passed_over=passed_over,
     )
     part, raw = part_of(step, generation)
     storage.write(part.path, [raw])
@@ -246,16 +245,27 @@ def test_a_link_that_leads_out_of_the_store_is_left_alone(storage, tmp_path_fact
     assert sum("step_00000009 is skipped" in record.getMessage() for record in caplog.records) == 1
 
 
-def test_a_checkpoint_that_could_not_be_read_stays_as_long_as_a_manifest_names_it(storage):
-    """The run came back past step 3, which may be good; retention has it go only when a person does."""
-    for step in (1, 2, 3):
+def test_a_checkpoint_stays_as_long_as_a_file_says_so(storage):
+    """A start could not read step 3, which may be good, and a person wants to keep step 4 of the next life."""
+    for step in (1, 2):
         commit(storage, step)
-    passed_over = {"passed_over": ("step_00000003",)}
+    commit(storage, 3, experts_from=(1,))
+    storage.write("step_00000003/KEEP", [b""])
+    contents = StoreContents(storage)
+    contents.read()
     for step in (3, 4, 5, 6):
-        commit(storage, step, generation=1, parent="step_00000002", **passed_over)
-    report = collect(storage, LAST)
-    assert report.retained == ("step_00000003", "step_00000006_g1")
-    assert tree(storage)["step_00000003"] == WHOLE
+        commit(storage, step, generation=1, parent="step_00000002")
+    contents.read()
+    storage.write("step_00000004_g1/KEEP", [b""])  # while the run goes on
+    for _ in range(2):
+        contents.collect(LAST)
+        assert tree(storage).keys() == {"step_00000001", "step_00000003", "step_00000004_g1", "step_00000006_g1"}
+        assert tree(storage)["step_00000003"] == ["KEEP", *WHOLE]
+        assert tree(storage)["step_00000001"] == ["rank_00000_expert.safetensors"], "which step 3 needs"
+    storage.delete("step_00000003/KEEP")
+    clean_start(storage)
+    collect(storage, LAST)
+    assert tree(storage).keys() == {"step_00000004_g1", "step_00000006_g1"}
 
 
 def test_a_copied_directory_is_no_checkpoint_of_its_name(storage):

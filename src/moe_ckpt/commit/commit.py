@@ -121,7 +121,6 @@ class Committer:
         self.keeper = keeper
         self._run, self._storage, self._catalog = run, run.storage, run.catalog
         self._nothing = View(Versions(run.catalog))
-        self._passed_over: tuple[str, ...] = ()
         self._window_parts: list[WrittenPart] = []
         self._window_start = -1
         self._window_applied: Future[Counts] | None = None  # of its first step
@@ -139,7 +138,7 @@ class Committer:
         """
         self._tokens.saved = {Tier.STORAGE: ledger.tokens.saved[Tier.STORAGE].copy()}
         if stored is not None:
-            self.parent, self._newest, self._passed_over = stored.directory, None, stored.passed_over
+            self.parent, self._newest = stored.directory, None
             # What a window holds is of different steps: a partial checkpoint must not build on it.
             self._view = self._nothing if stored.window else View.of(stored, self._catalog)
 
@@ -274,7 +273,6 @@ class Committer:
             measured=dict(facts.measured),
             tokens=tokens.to_dict() | window_began(None if first is None else first.result()),
             window=tuple(SlotRecord(age_of(part.record.directory)[1], ()) for part in before),
-            passed_over=self._passed_over,
             parts=tuple(part.record for part in view.numbered.values()),
             # Of a checkpoint on which a user went on, nobody knows which part had it: each of its parts says so.
             not_finite=next((part.not_finite for part in view.numbered.values() if part.not_finite), ""),

@@ -12,7 +12,9 @@ Rules of this file:
    format version, stops the collection before anything is deleted. A manifest that cannot be decoded may be readable at
    the next start, or be put back from a backup: while there is one, a start deletes nothing, and neither its directory
    nor an older one is deleted, since it may need them.
-6. Files are kept and deleted by groups: the shards of one kind, or the states, that all ranks wrote at one step. So
+6. A checkpoint with a file KEEP in its directory stays, whatever retention says. A start writes it that passes a
+   checkpoint over since storage does not give it.
+7. Files are kept and deleted by groups: the shards of one kind, or the states, that all ranks wrote at one step. So
    only the cost of listings grows with the ranks.
 """
 
@@ -28,6 +30,7 @@ from moe_ckpt.core.step import Superseded
 from moe_ckpt.errors import DamagedError, FilesGoneError, FormatVersionError, MoECheckpointError, StoreError
 from moe_ckpt.format.manifest import (
     GROUPS,
+    KEEP_NAME,
     MANIFEST_NAME,
     PART_NAME,
     STORE_NAME,
@@ -143,11 +146,16 @@ class StoreContents:
         unjudged = {directory for directory in self.names if age_of(directory) <= newest_damaged}
         begun = {directory for directory in self.names if age_of(directory) > newest}
         stay = retained(tuple(self.records.values()), retention)
+        stay |= {directory for directory in self.records.keys() - stay if self._is_kept(directory)}
         remaining = [record for directory, record in self.records.items() if directory in stay]
         deleted = self._remove(remaining, unjudged | (begun - set(abandoned)), others)
         for directory in self.records.keys() - stay - unjudged:
             del self.records[directory]
         return deleted
+
+    def _is_kept(self, directory: str) -> bool:
+        """Returns whether a person, or a start that could not read the checkpoint, asked for it to stay."""
+        return KEEP_NAME in self.names[directory] or self.storage.exists(f"{directory}/{KEEP_NAME}")
 
     def clean_start(self) -> Sequence[str]:
         """Removes what dead writers left: files of uncommitted steps that no commit names, and temporaries.
@@ -209,7 +217,7 @@ class StoreContents:
                 delegated[directory] = (len(groups) == len(names), theirs)
         for directory in [directory for directory in self.names if directory not in untouchable]:
             stay = grouped(self.names[directory])
-            if sum(map(len, stay.values())) < len(self.names[directory]):
+            if sum(map(len, stay.values())) < len(self.names[directory] - {KEEP_NAME}):
                 self.storage.clean_temporaries(directory)
                 self.listed.pop(directory, None)
             if not stay:
@@ -261,7 +269,6 @@ def record_of(manifest: Manifest, needed: Needed) -> CheckpointRecord:
         step=manifest.step,
         groups=frozenset([*groups, f"{manifest.directory}/{MANIFEST_NAME}"]),
         parent=None if parent is None else (parent[1], parent[0]),
-        passed_over=manifest.passed_over,
         dense=not manifest.window,
         finite=not manifest.not_finite,
     )

@@ -45,6 +45,8 @@ from moe_ckpt.format.sealed import Fragment, decode_document, digest, encode_doc
 MANIFEST_NAME = "MANIFEST.json"
 PART_NAME = "PART.json"
 STORE_NAME = "store.json"
+KEEP_NAME = "KEEP"
+"""A file of any content: retention keeps the checkpoint in whose directory it is."""
 _KIND = "moe_ckpt.manifest"
 _PART_KIND = "moe_ckpt.part"
 STATE_KIND = "moe_ckpt.state"
@@ -221,8 +223,6 @@ class Manifest:
             need not measure them again.
         window: If this is the last step of a sparse window, its earlier steps, oldest first. Operators are of different
             steps then, and only a replay makes one state of them.
-        passed_over: Directories of newer checkpoints that could not be read when the run resumed from an older one,
-            although they may be intact. Garbage collection leaves them alone.
         parts: The parts of the view, newest first; none for memory slots.
         not_finite: The first tensor with NaN or infinity, for people; empty if there is none, or it was not checked.
     """
@@ -242,7 +242,6 @@ class Manifest:
     measured: Mapping[str, float] = field(default_factory=dict)
     tokens: Mapping[str, Any] = field(default_factory=dict)
     window: tuple[SlotRecord, ...] = ()
-    passed_over: tuple[str, ...] = ()
     parts: tuple[PartRecord, ...] = ()
     not_finite: str = ""
 
@@ -286,8 +285,6 @@ class Manifest:
             "model": self.model.fragment,
             "parts": [[part.directory, part.nbytes, part.digest] for part in self.parts],
         }
-        if self.passed_over:
-            body["passed_over"] = list(self.passed_over)
         if self.not_finite:
             body["not_finite"] = self.not_finite
         if self.window:
@@ -304,7 +301,6 @@ class Manifest:
             **{name: body[name] for name in _AS_THEY_ARE},
             model=ModelRecord(model["fingerprint"], layers, dict(model["aliases"])),
             window=tuple(SlotRecord(step, ()) for step in body.get("window", ())),
-            passed_over=tuple(body.get("passed_over", ())),
             parts=tuple(PartRecord(*row) for row in body["parts"]),
             not_finite=body.get("not_finite", ""),
         )
@@ -484,7 +480,6 @@ _FIELDS: Schema = {
     "measured": mapping(number()),
     "tokens": lambda datum: "" if datum == {} else fault_in(_TOKENS, datum),
     "parts": listing(row({"directory": _STEP_NAME, "nbytes": whole(), "digest": text}), least=1),
-    "passed_over?": [_STEP_NAME],
     "not_finite?": text,
     "window?": listing(whole(), least=1),
 }

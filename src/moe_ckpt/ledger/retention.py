@@ -7,8 +7,8 @@ group in common with the newest, so that no single damaged file takes both.
 
 A resumed run may have skipped checkpoints that are newer than the one it returned to, mostly because they are damaged.
 They must not take the place of the checkpoints that the current state descends from (its line), so each rule is applied
-to the line, too. Checkpoints that could not be read stay until a person removes them. A run whose loss became NaN
-continues to save; what it saves must not take the place of finite checkpoints, so each rule is applied to these, too.
+to the line, too. A run whose loss became NaN continues to save; what it saves must not take the place of finite
+checkpoints, so each rule is applied to these, too.
 
 In memory, a snapshot stays until every rank holds its share of a newer one, so that a failure at any moment leaves a
 whole checkpoint. The steps of a sparse window are one checkpoint together, and so are a step of a gradient log and all
@@ -42,7 +42,6 @@ class CheckpointRecord:
         groups: Every group of files that it needs (``directory/group``), its commit record included.
         parent: ``order`` of the checkpoint that its generation started from, which may be gone or damaged by now; None
             if that is not known, or if there was none.
-        passed_over: Directories that the run could not read when it returned to an older checkpoint. They may be good.
         dense: It is one state of the run, which any layout opens; False for a sparse window.
         finite: None of its weights and optimizer state is NaN or infinite.
     """
@@ -52,7 +51,6 @@ class CheckpointRecord:
     step: int
     groups: frozenset[str]
     parent: tuple[int, int] | None = None
-    passed_over: tuple[str, ...] = ()
     dense: bool = True
     finite: bool = True
 
@@ -107,11 +105,9 @@ def retained(records: Collection[CheckpointRecord], policy: RetentionPolicy) -> 
     lists = [records for records in (ordered, line, *finite) if records]
     counted = [record for records in lists for record in records[-policy.keep_last :]]
     spares = [record for records in lists for record in _spares(records)]
-    unread = {directory for record in ordered for directory in record.passed_over}
-    by_name = [record for record in ordered if record.directory in unread]
     dense = [[record for record in records if record.dense] for records in finite]
     newest = [records[-1] for records in (*lists, *dense) if records]
-    return frozenset(record.directory for record in (*newest, *counted, *_milestones(lists, policy), *spares, *by_name))
+    return frozenset(record.directory for record in (*newest, *counted, *_milestones(lists, policy), *spares))
 
 
 def _line(ordered: Sequence[CheckpointRecord]) -> list[CheckpointRecord]:

@@ -19,7 +19,7 @@ import torch
 
 from moe_ckpt.comm.communicator import largest
 from moe_ckpt.errors import DamagedError, NoCheckpointError, NotFiniteError, OtherLayoutError, StoreUnreadableError
-from moe_ckpt.format.manifest import Manifest, age_of
+from moe_ckpt.format.manifest import KEEP_NAME, Manifest, age_of
 from moe_ckpt.format.shard import TORCH_DTYPES
 from moe_ckpt.notices import announce
 from moe_ckpt.ports import Communicator, StateTensor, TrainingState
@@ -42,6 +42,7 @@ from moe_ckpt.reading.together import (
 from moe_ckpt.recovery.executing import Admits, Opener, OpenLog, Recovery, Restored, StorageSource, open_dense
 from moe_ckpt.recovery.recovery_plan import first_choice
 from moe_ckpt.run.documents import end_reading_ahead
+from moe_ckpt.slices.snapshot import write_named
 from moe_ckpt.storage.base import Storage
 from moe_ckpt.tiers.memory_tier import MemoryTier
 
@@ -49,6 +50,7 @@ _DIVERGED = (
     "%s in memory is a step of a gradient log whose updates, repeated, came to another state than the run's: none of "
     "its steps is used, and the newest one that was saved in full is tried"
 )
+_KEPT = b"A start could not read this checkpoint. Retention keeps it as long as this file is here.\n"
 log = logging.getLogger("moe_ckpt")
 
 Opens = Callable[[], tuple[StoreReader, Manifest]]
@@ -90,7 +92,7 @@ def resume_newest(
         tier: What memory holds (``CheckpointSession.tier``); of the same kind on every rank.
         admits: See ``Admits``.
         on_read_error: What to do if storage does not give a checkpoint's bytes: "stop", or "fallback" to the next older
-            one. Later manifests then name the newer one, so that retention keeps it.
+            one. Retention then keeps the newer one (``KEEP_NAME``).
         read_patience_secs: How long, in all, failing reads are tried again before that.
         open_log: Begins the return to a step of a gradient log; None: a step of one ends the start.
         in_part: Tries before each checkpoint whether only some ranks need go back; None: all do.
@@ -137,7 +139,9 @@ def resume_newest(
                 restored = replace(restored, left_behind=left_behind(checkpoints_of(memory.shares), *age))
             memory.keep_only(restored.manifest.step if restored.from_memory else None)
             restored = _rebuilding(restored, comm.rank, memory, passed_over)
-        return _noting_unread(restored, comm, passed_over.unread) if passed_over.unread else restored
+        if passed_over.unread:
+            _keep_unread(storage, comm, passed_over.unread, restored.manifest.directory)
+        return restored
     if directories and tier is not None:
         tier.left_slots.withdraw_starts()  # the store leads nowhere: once it is mended, memory may be used again
     passed_over.require_new(directories, storage.root)
@@ -173,6 +177,8 @@ class _PassedOver:
         """
         problem, leads = failure.problem, self._comm.rank == 0
         self._any = True
+        if failure.kind == UNREAD and memory is None:
+            self.unread.append(directory)
         if isinstance(problem, DamagedError) and (memory is None or problem.path not in memory.used):
             self._damaged.add(problem.path)
             if memory is not None:
@@ -195,8 +201,6 @@ class _PassedOver:
             if problem is not None:
                 log.warning("rank %d cannot use checkpoint %s: %s", self._comm.rank, directory, problem)
                 self._problems.append(f"{directory}: {problem}")
-            if failure.kind == UNREAD:
-                self.unread.append(directory)
             if leads:
                 log.warning("checkpoint %s is skipped; the next older one is tried", directory)
 
@@ -279,28 +283,29 @@ def _storage_fails(failure: NotUsableError, memory: MemoryCheckpoints | None, co
     return any(largest(comm, [isinstance(problem, StoreUnreadableError) and problem.path not in memory.used]))
 
 
-def _noting_unread(restored: Restored, comm: Communicator, unread: Sequence[str]) -> Restored:
-    """Names in the manifest of ``restored`` the newer checkpoints that could not be read.
+def _keep_unread(storage: Storage, comm: Communicator, unread: Sequence[str], taken: str) -> None:
+    """Lets retention keep the newer checkpoints that could not be read, and says so. A collective.
 
-    If memory was laid over a checkpoint on storage, its manifest names them, too: later ones take the names from there.
+    Args:
+        storage: Of the store.
+        comm: The ranks.
+        unread: Directories of these checkpoints.
+        taken: Directory of the older one from which the run resumes.
     """
 
-    def naming(manifest: Manifest) -> Manifest:
-        return replace(manifest, passed_over=tuple(dict.fromkeys((*manifest.passed_over, *unread))))
+    def keep() -> None:
+        for directory in unread:
+            write_named(storage, f"{directory}/{KEEP_NAME}", [_KEPT])
 
-    manifest = naming(restored.manifest)
-    beneath = restored.beneath and naming(restored.beneath)
+    by_rank_zero(comm, keep, f"keep {', '.join(unread)}")
     if comm.rank == 0:
         announce(
             "resuming from %s: the newer %s could not be read, and on_read_error='fallback' is set. They are kept; "
             "remove them by hand when you no longer need them",
-            manifest.directory,
+            taken,
             ", ".join(unread),
             level=logging.WARNING,
         )
-    if restored.replay is not None:
-        restored.replay.manifest = manifest
-    return replace(restored, manifest=manifest, beneath=beneath)
 
 
 def _say_passed_over(window: Manifest, reason: str, taken: Manifest) -> None:

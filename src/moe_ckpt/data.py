@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.data import DistributedSampler, Sampler
+from torch.utils.data import DistributedSampler, RandomSampler, Sampler, SubsetRandomSampler, WeightedRandomSampler
 
 from moe_ckpt.errors import ConfigError
 
@@ -247,3 +247,21 @@ class RecoverableDistributedSampler(DistributedSampler[int]):
             )
         self.epoch, self.consumed, self._dealt_out = state["epoch"], state["consumed"], False
         self._restored_epoch = self.epoch
+
+
+def draws_anew(sampler: object) -> bool:
+    """Returns whether a sampler of torch draws a new order for the epoch after a resume, since nothing restores it."""
+    drawing = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
+    return isinstance(sampler, drawing) and not hasattr(sampler, "load_state_dict")
+
+
+def samplers_of(loader: object) -> Iterator[object]:
+    """Yields the samplers that decide the loader's order, including one that torchdata's loader has wrapped."""
+    candidates = [getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)]
+    seen: set[int] = set()
+    while candidates:
+        sampler = candidates.pop()
+        if sampler is not None and id(sampler) not in seen:
+            seen.add(id(sampler))
+            yield sampler
+            candidates.append(getattr(sampler, "sampler", None))

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import distribute_module
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import moe_ckpt
@@ -387,6 +387,16 @@ def test_a_loader_whose_sampler_has_a_position_of_its_own_is_refused(tmp_path: P
     loader = StatefulDataLoader([1, 2], sampler=RecoverableDistributedSampler([1, 2], 1, 0))
     with pytest.raises(ConfigError, match=r"data \(StatefulDataLoader\) has a RecoverableDistributedSampler"):
         moe_ckpt.attach(*made(), dirpath=tmp_path, stateful={"data": loader})
+
+
+@pytest.mark.parametrize("batched", [False, True])
+def test_a_loader_whose_order_nobody_can_restore_is_refused(tmp_path: Path, batched: bool):
+    sampler = RandomSampler([1, 2])
+    how: dict[str, Any] = {"batch_sampler": BatchSampler(sampler, 1, False)} if batched else {"sampler": sampler}
+    with pytest.raises(
+        ConfigError, match=r"the RandomSampler in data \(StatefulDataLoader\) draws a new .*shuffle"
+    ):
+        moe_ckpt.attach(*made(), dirpath=tmp_path, stateful={"data": StatefulDataLoader([1, 2], **how)})
 
 
 def test_a_loader_that_is_being_iterated_is_refused(tmp_path: Path):

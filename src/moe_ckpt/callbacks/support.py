@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 from typing import Any
 
 from lightning.fabric.utilities.distributed import DistributedSamplerWrapper
@@ -16,10 +15,10 @@ from lightning.pytorch.strategies import (
     SingleDeviceStrategy,
     Strategy,
 )
-from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
 from moe_ckpt.callbacks.compat import NAMES, Private
 from moe_ckpt.callbacks.data_position import dealer_of, why_unknown
+from moe_ckpt.data import draws_anew, samplers_of
 from moe_ckpt.errors import ConfigError, UnsupportedError
 from moe_ckpt.modeling.bucket_order import BucketOrder
 
@@ -131,12 +130,12 @@ def inexact(trainer: Any, buckets: BucketOrder) -> list[str]:
                 f"{name} keeps no position (give it sampler=moe_ckpt.data.RecoverableDistributedSampler(dataset), or "
                 "use torchdata's StatefulDataLoader)"
             )
-        elif any(isinstance(sampler, DistributedSamplerWrapper) for sampler in _samplers(loader)):
+        elif any(isinstance(sampler, DistributedSamplerWrapper) for sampler in samplers_of(loader)):
             reasons.append(
                 f"the sampler that Lightning put into {name} draws a new order after a resume (give the loader "
                 "sampler=moe_ckpt.data.RecoverableDistributedSampler(dataset), which Lightning leaves alone)"
             )
-        elif any(draws := [sampler for sampler in _samplers(loader) if _draws_anew(sampler)]):
+        elif any(draws := [sampler for sampler in samplers_of(loader) if draws_anew(sampler)]):
             reasons.append(
                 f"the {type(draws[0]).__name__} in {name} draws a new order after a resume (give the loader "
                 "shuffle=True in its place, or sampler=moe_ckpt.data.RecoverableDistributedSampler(dataset))"
@@ -188,21 +187,3 @@ def require_restartable(trainer: Any) -> None:
                 "interval='epoch' (exact, if it monitors a metric of validation), or strict=False, with which "
                 "Lightning leaves such updates out"
             )
-
-
-def _draws_anew(sampler: object) -> bool:
-    """Returns whether a sampler of torch draws a new order for the epoch after a resume, since nothing restores it."""
-    drawing = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
-    return isinstance(sampler, drawing) and not hasattr(sampler, "load_state_dict")
-
-
-def _samplers(loader: object) -> Iterator[object]:
-    """Yields the samplers that decide the loader's order, including one that torchdata's loader has wrapped."""
-    candidates = [getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)]
-    seen: set[int] = set()
-    while candidates:
-        sampler = candidates.pop()
-        if sampler is not None and id(sampler) not in seen:
-            seen.add(id(sampler))
-            yield sampler
-            candidates.append(getattr(sampler, "sampler", None))

@@ -393,9 +393,7 @@ def test_a_loader_whose_sampler_has_a_position_of_its_own_is_refused(tmp_path: P
 def test_a_loader_whose_order_nobody_can_restore_is_refused(tmp_path: Path, batched: bool):
     sampler = RandomSampler([1, 2])
     how: dict[str, Any] = {"batch_sampler": BatchSampler(sampler, 1, False)} if batched else {"sampler": sampler}
-    with pytest.raises(
-        ConfigError, match=r"the RandomSampler in data \(StatefulDataLoader\) draws a new .*shuffle"
-    ):
+    with pytest.raises(ConfigError, match=r"the RandomSampler in data \(StatefulDataLoader\) draws a new .*shuffle"):
         moe_ckpt.attach(*made(), dirpath=tmp_path, stateful={"data": StatefulDataLoader([1, 2], **how)})
 
 

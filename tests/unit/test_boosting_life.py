@@ -81,7 +81,10 @@ def test_it_begins_with_what_experts_lack_and_ends_when_that_is_made_up():
     assert ports[0].boost is ports[1].boost is None
 
 
-@pytest.mark.parametrize("stored", [{}, {"boost": {"left": {}, "carried": {}}}])
+ENDED = {"0": torch.zeros(4, dtype=torch.int64)}
+
+
+@pytest.mark.parametrize("stored", [{}, *({"boost": {"left": left, "carried": left}} for left in ({}, ENDED))])
 def test_nothing_begins_where_nothing_is_lacking(stored):
     for lacking in (np.zeros((2, 4), dtype=np.int64), None):
         ports = [Port("first"), Port("second")]

@@ -83,7 +83,9 @@ class Boosting(CapacityBoost):
             stored = {}
         self._set_up(stored, fresh)
         outstanding = self._summed([self._state()])
-        if outstanding.any():
+        if not outstanding.any():  # the checkpoint is of the step that made up for the last token
+            self._end()
+        else:
             self._run_ledger, run_ledger.deficit = run_ledger, outstanding
             if self._comm.rank == 0:
                 experts = int((outstanding > 0).sum())
@@ -151,8 +153,7 @@ class Boosting(CapacityBoost):
             if why is not None:
                 self._give_up(at, why)
         if self._run_ledger.deficit is None or not self._run_ledger.deficit.any():
-            self.close()
-            self._layers = {}
+            self._end()
             return tokens
         tables = {at: torch.cat([layer.backlog, layer.backlog.new_zeros(1)]) for at, layer in self._layers.items()}
         outstanding = counts_on_host(tables, self._shape)
@@ -182,6 +183,10 @@ class Boosting(CapacityBoost):
         for at in self._layers:
             self._ports[at].detach()
         self._run_ledger = None
+
+    def _end(self) -> None:
+        self.close()
+        self._layers = {}
 
     def _summed(self, stored: Iterable[Mapping[str, Any]]) -> Counts:
         """Returns ``[L, E]`` remaining tokens in ``stored``, summed over all ranks. A collective."""

@@ -264,6 +264,23 @@ def test_a_forward_pass_that_fails_leaves_torch_as_it_was():
     assert scores.topk(2).indices.tolist() == scores.sort(descending=True).indices[:, :2].tolist()
 
 
+def test_an_interrupted_forward_pass_leaves_torch_as_it_was():
+    """After what is no ``Exception``, such as an in-process restart, torch runs no hook."""
+    model = Stack(ListMoE)
+    layers = find_moe_layers(model)
+    port = boost_ports(layers)[0]
+    port.attach(boost_of([5] * 4))
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    model.blocks[0]["moe"].experts[0].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        model(torch.randn(8, 8))
+    port.detach()
+    assert torch.overrides._get_current_function_mode_stack() == []
+
+
 class AskingMoE(ListMoE):
     """Asks by itself, with a capacity."""
 

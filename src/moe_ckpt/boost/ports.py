@@ -78,6 +78,10 @@ class TopKPort(_ModulePort):
 
     _asked = _choices = 0
 
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._open: list[_Choosing] = []
+
     def refusal(self) -> str | None:
         if self._choices == self._asked:
             return self._refused
@@ -91,22 +95,28 @@ class TopKPort(_ModulePort):
         )
 
     def attach(self, boost: LayerBoost) -> None:
-        open_modes: list[_Choosing] = []
-
         def before(module: nn.Module, args: tuple[Any, ...]) -> None:
             if self._passes.include(module):
                 mode = _Choosing(self._is_choice, boost)
-                open_modes.append(mode)
                 mode.__enter__()  # type: ignore[no-untyped-call]
+                self._open.append(mode)
 
         def after(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-            if open_modes:
-                mode = open_modes.pop()
-                mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-                self._asked, self._choices = self._asked + 1, self._choices + mode.choices
+            if self._open:
+                self._asked, self._choices = self._asked + 1, self._choices + self._leave()
 
         self._handles.append(self._module.register_forward_pre_hook(before))
         self._handles.append(self._module.register_forward_hook(after, always_call=True))
+
+    def detach(self) -> None:
+        super().detach()
+        while self._open:  # of a pass that a KeyboardInterrupt or the like ended, after which torch runs no hook
+            self._leave()
+
+    def _leave(self) -> int:
+        mode = self._open.pop()
+        mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        return mode.choices
 
     def _is_choice(self, scores: torch.Tensor, k: int, dim: int) -> bool:
         last = dim in (-1, scores.ndim - 1) and scores.is_floating_point() and scores.shape[-1:] == (self.experts,)

@@ -8,7 +8,11 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.checkpoint import checkpoint
 
 from moe_ckpt.boost.layer import UNIT, LayerBoost, parts_of
@@ -262,6 +266,31 @@ def test_a_forward_pass_that_fails_leaves_torch_as_it_was():
         model.blocks[0]["moe"](torch.randn(3, 5))
     scores = torch.randn(5, 4)
     assert scores.topk(2).indices.tolist() == scores.sort(descending=True).indices[:, :2].tolist()
+
+
+class TensorParallelMoE(ListMoE):
+    """Chooses by a DTensor, as torchtitan does with tensor-parallel ranks."""
+
+    def choose(self, x):
+        mesh = init_device_mesh("cpu", (2,))
+        scores = DTensor.from_local(self.gate(x).softmax(-1), mesh, [Replicate()], run_check=False)
+        weights, chosen = scores.topk(self.top_k, dim=-1)
+        return weights.to_local(), chosen.to_local()
+
+
+def test_tensor_parallel_scores_take_no_boost_and_training_goes_on():
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        torch.manual_seed(1)
+        model, x = Stack(TensorParallelMoE), torch.randn(8, 8)
+        wanted = model(x)
+        port, boost = boost_ports(find_moe_layers(model))[0], boost_of([5] * 4)
+        port.attach(boost)
+        assert torch.equal(model(x), wanted)
+        assert "its scores are a DTensor, so tensor-parallel ranks may route the same tokens" in port.refusal()
+        port.detach()
+    finally:
+        dist.destroy_process_group()
 
 
 def test_an_interrupted_forward_pass_leaves_torch_as_it_was():

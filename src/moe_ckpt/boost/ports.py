@@ -15,6 +15,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from moe_ckpt.boost.layer import BoostPort, LayerBoost
+from moe_ckpt.modeling.blocks import is_dtensor
 from moe_ckpt.modeling.discover import FoundLayer
 from moe_ckpt.modeling.routing import TrainingPasses
 
@@ -83,7 +84,7 @@ class TopKPort(_ModulePort):
         self._open: list[_Choosing] = []
 
     def refusal(self) -> str | None:
-        if self._choices == self._asked:
+        if self._refused is not None or self._choices == self._asked:
             return self._refused
         how = (
             "calls torch.topk over the scores of its experts more than once" if self._choices else "calls no torch.topk"
@@ -122,7 +123,13 @@ class TopKPort(_ModulePort):
         last = dim in (-1, scores.ndim - 1) and scores.is_floating_point() and scores.shape[-1:] == (self.experts,)
         # Group-limited routers take the best two of each group first, of [T, groups, E / groups], with one group too.
         of_groups = scores.ndim > 2 and scores.shape[-2] == 1
-        return last and not of_groups and (k < self.experts if self._k is None else k == self._k)
+        chooses = last and not of_groups and (k < self.experts if self._k is None else k == self._k)
+        if chooses and is_dtensor(scores):
+            self._refused = (
+                "its scores are a DTensor, so tensor-parallel ranks may route the same tokens, and would choose "
+                "differently. A boost needs data-parallel ranks (DDP, FSDP2)"
+            )
+        return chooses and self._refused is None
 
 
 class _Choosing(TorchFunctionMode):

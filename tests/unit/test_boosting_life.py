@@ -50,22 +50,23 @@ def begun(ports, boost=0.5, plain=None, lacking=LACKING):
     return boosting, ledger
 
 
-def stepped(boosting, ledger, *, applied=True) -> np.ndarray | None:
+def stepped(boosting, ledger, *, updated=True) -> np.ndarray | None:
     """A step ends, and the ranks have agreed on it."""
     tokens = Deferred(lambda: StepTokens(np.zeros((2, 4), dtype=np.int64)))
-    owed = boosting.step_ends(tokens, applied=applied).result().deficit
+    owed = boosting.step_ends(tokens, updated=updated).result().deficit
     if owed is not None:
         ledger.deficit = owed
     return owed
 
 
-def test_it_begins_with_what_experts_lack_and_ends_when_that_is_made_up():
+@pytest.mark.parametrize("left_out", [False, Deferred(lambda: False)], ids=["known", "a device tells"])
+def test_it_begins_with_what_experts_lack_and_ends_when_that_is_made_up(left_out):
     ports = [Port("first"), Port("second")]
     boosting, ledger = begun(ports)
     assert ledger.deficit.tolist() == LACKING.tolist()
     assert [ports[0].ask(), ports[0].ask()] == [2, 2]
     ports[1].ask()
-    assert stepped(boosting, ledger, applied=False).tolist() == LACKING.tolist(), "an update that was left out"
+    assert stepped(boosting, ledger, updated=left_out).tolist() == LACKING.tolist(), "an update that was left out"
     assert [ports[0].ask(), ports[0].ask()] == [2, 2]
     assert stepped(boosting, ledger)[0].tolist() == [2, 0, 0, 0]
     saved = boosting.captured()
@@ -102,7 +103,7 @@ def test_routers_that_cannot_or_do_not_ask_are_named_and_the_others_are_boosted(
     assert "in MoE layer first, whose stale experts continue without it: its router, Gate, does not" in caplog.text
     assert "it is made of wood. Take another" in caplog.text
     assert ledger.deficit.tolist() == [[0] * 4, LACKING[1].tolist()]
-    assert stepped(boosting, ledger, applied=False).any(), "nothing was trained yet"
+    assert stepped(boosting, ledger, updated=False).any(), "nothing was trained yet"
     with caplog.at_level(logging.WARNING, logger="moe_ckpt"):
         assert not stepped(boosting, ledger).any()
     assert "in MoE layer second" in caplog.text

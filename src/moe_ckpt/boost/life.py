@@ -26,7 +26,7 @@ from moe_ckpt.modeling.routing import counts_on_host
 from moe_ckpt.notices import announce
 from moe_ckpt.ports import Communicator
 from moe_ckpt.reading.reader import StoreReader
-from moe_ckpt.run.agreement import Deferred, StepTokens
+from moe_ckpt.run.agreement import Deferred, StepTokens, Updated
 from moe_ckpt.run.run_ledger import RunLedger
 from moe_ckpt.stopwatch import Stopwatch
 
@@ -139,9 +139,11 @@ class Boosting(CapacityBoost):
 
     # --- every step ---
 
-    def step_ends(self, tokens: Deferred[StepTokens], *, applied: bool) -> Deferred[StepTokens]:
+    def step_ends(self, tokens: Deferred[StepTokens], *, updated: Updated) -> Deferred[StepTokens]:
         if self._run_ledger is None:
             return tokens
+        # Waits for a device only after a fused optimizer's step with a gradient scaler: the checkpoint must be right.
+        applied = updated.result() if isinstance(updated, Deferred) else updated
         for at, layer in list(self._layers.items()):
             if applied:
                 layer.commit()

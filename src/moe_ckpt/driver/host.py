@@ -24,7 +24,7 @@ from moe_ckpt.reading.memory.slot_storage import OpenedMemory
 from moe_ckpt.reading.reader import StoreReader
 from moe_ckpt.recovery.executing import AlongLog, Opener, Recovery, Restored
 from moe_ckpt.recovery.replay import Repeated
-from moe_ckpt.run.agreement import Deferred, StepTokens
+from moe_ckpt.run.agreement import Deferred, StepTokens, Updated
 from moe_ckpt.run.run_ledger import RunLedger
 from moe_ckpt.session.session import CheckpointSession
 
@@ -176,12 +176,12 @@ class CapacityBoost(Protocol):
             reader: Of its store; None if storage does not have it.
         """
 
-    def step_ends(self, tokens: Deferred[StepTokens], *, applied: bool) -> Deferred[StepTokens]:
+    def step_ends(self, tokens: Deferred[StepTokens], *, updated: Updated) -> Deferred[StepTokens]:
         """Returns ``tokens`` with those still to make up, if any rank has any. Before the plain state is captured.
 
         Args:
             tokens: Of this rank, in this step.
-            applied: The update was made, so the tokens count.
+            updated: Whether weights changed, so that the tokens count.
         """
 
     def discard(self) -> None:

@@ -365,7 +365,7 @@ class Driver:
     def _final(self, tokens: Deferred[StepTokens], *, updated: Updated) -> Deferred[StepTokens]:
         """Returns the tokens of a step that ended: with those still to make up, and none applied without an update."""
         if self.boost is not None:
-            tokens = self.boost.step_ends(tokens, applied=updated is not False)
+            tokens = self.boost.step_ends(tokens, updated=updated)
         if isinstance(updated, Deferred):
             return tokens.then(lambda routed: routed if updated.result() else routed.left_out())
         return tokens if updated else tokens.then(StepTokens.left_out)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from itertools import pairwise
 
 import numpy as np
@@ -325,6 +326,22 @@ class AskingMoE(ListMoE):
         flat = chosen.flatten()
         earlier = nn.functional.one_hot(flat, len(self.experts)).cumsum(0).gather(1, flat[:, None])[:, 0] - 1
         return weights, torch.where(earlier < room[flat], flat, -1).view_as(chosen)
+
+
+@pytest.mark.parametrize("kind", [ListMoE, AskingMoE])
+def test_a_copy_of_a_boosted_model_routes_by_itself(kind):
+    torch.manual_seed(1)
+    model, x = Stack(kind), torch.randn(64, 8)
+    wanted = model(x)
+    port, boost = boost_ports(find_moe_layers(model))[0], boost_of([50, 50, 50, 0])
+    port.attach(boost)
+    assert not torch.equal(model(x), wanted)
+    boost.discard()
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(copied(x), wanted)
+    boost.commit()
+    assert boost.backlog.tolist() == [50, 50, 50, 0], "a teacher's passes make nothing up"
+    port.detach()
 
 
 def test_a_layer_that_asks_by_itself_gets_capacity_that_others_leave():

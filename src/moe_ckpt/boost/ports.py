@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from moe_ckpt.boost.layer import BoostPort, LayerBoost
 from moe_ckpt.modeling.blocks import is_dtensor
 from moe_ckpt.modeling.discover import FoundLayer
-from moe_ckpt.modeling.routing import TrainingPasses
+from moe_ckpt.modeling.routing import LiveHook, TrainingPasses
 
 ATTRIBUTE = "moe_boost"
 
@@ -59,6 +59,10 @@ class _ModulePort(BoostPort):
     def refusal(self) -> str | None:
         return self._refused
 
+    def _enclose(self, before: Callable[..., None], after: Callable[..., None]) -> None:
+        self._handles.append(self._module.register_forward_pre_hook(LiveHook(before)))
+        self._handles.append(self._module.register_forward_hook(LiveHook(after), always_call=True))
+
 
 class AttributePort(_ModulePort):
     """The port of a module whose forward asks ``self.moe_boost``, unless that is None."""
@@ -67,7 +71,7 @@ class AttributePort(_ModulePort):
         def before(module: nn.Module, args: tuple[Any, ...]) -> None:
             setattr(module, ATTRIBUTE, boost if self._passes.include(module) else None)
 
-        self._handles.append(self._module.register_forward_pre_hook(before))
+        self._enclose(before, lambda module, args, output: setattr(module, ATTRIBUTE, None))
 
     def detach(self) -> None:
         super().detach()
@@ -106,8 +110,7 @@ class TopKPort(_ModulePort):
             if self._open:
                 self._asked, self._choices = self._asked + 1, self._choices + self._leave()
 
-        self._handles.append(self._module.register_forward_pre_hook(before))
-        self._handles.append(self._module.register_forward_hook(after, always_call=True))
+        self._enclose(before, after)
 
     def detach(self) -> None:
         super().detach()

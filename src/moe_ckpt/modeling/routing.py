@@ -187,23 +187,34 @@ def step_tokens(routed: Counts, soft: Counts | None, assigned: Counts | None, fr
     return StepTokens(np.where(frozen, 0, routed), soft, routed if assigned is None else assigned)
 
 
-class _CountingHook:
-    """A hook that is called in training's forward passes, and timed by the stopwatch unless compiled.
+class LiveHook:
+    """A hook of the model that is trained.
 
-    It counts the model's own tokens. A copy of a module, such as the average of weights that a teacher computes with,
-    and a module that was pickled have a hook that does nothing.
+    A copy of a module, such as the average of weights that a teacher computes with, and a module that was pickled have
+    a hook that does nothing.
     """
 
+    def __init__(self, hook: Callable[..., None]) -> None:
+        self._hook = hook
+
+    def __call__(self, *args: Any) -> None:
+        self._hook(*args)
+
+    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
+        return _idle_hook, ()
+
+
+class _CountingHook(LiveHook):
+    """A hook that is called in training's forward passes, and timed by the stopwatch unless compiled."""
+
     def __init__(self, hook: Callable[..., None], passes: TrainingPasses, stopwatch: Stopwatch) -> None:
-        self._hook, self._passes, self._stopwatch = hook, passes, stopwatch
+        super().__init__(hook)
+        self._passes, self._stopwatch = passes, stopwatch
 
     def __call__(self, module: nn.Module, *args: Any) -> None:
         with nullcontext() if torch.compiler.is_compiling() else self._stopwatch:
             if self._passes.include(module):
                 self._hook(module, *args)
-
-    def __reduce__(self) -> tuple[Callable[[], Callable[..., None]], tuple[()]]:
-        return _idle_hook, ()
 
 
 def _idle_hook() -> Callable[..., None]:

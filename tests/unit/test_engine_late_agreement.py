@@ -12,8 +12,9 @@ import pytest
 
 from moe_ckpt.comm.communicator import SoloCommunicator
 from moe_ckpt.core.step import SnapshotPlan
+from moe_ckpt.core.tokens import TokenBook
 from moe_ckpt.errors import PeerLostError
-from moe_ckpt.policies import Dense, MoC, Needs
+from moe_ckpt.policies import Dense, Guarded, MoC, Needs
 from moe_ckpt.run.events import SnapshotBegan
 from moe_ckpt.storage import LocalStorage
 from tests.unit.engine_parts import PATIENCE_SECS, Life, manifests, told
@@ -82,6 +83,15 @@ def test_a_plan_goes_by_what_was_true_a_step_before(tmp_path):
         life.go(3)
     one = int(life.counts.sum())
     assert seen == [(1, 0, 0), (2, one, one), (3, 2 * one, 2 * one)]
+
+
+@pytest.mark.parametrize("policy", [MoC(1, 5, plt_budget=0.05), Guarded(MoC(1, 5), None, mlt_budget=0.05)], ids=str)
+def test_a_budget_counts_the_step_that_is_not_agreed_on(tmp_path, policy):
+    with Life(LocalStorage(tmp_path), policy=policy, comm=LateCommunicator(), when_busy="wait") as life:
+        life.go(40, settle=True)
+    lost = [TokenBook.from_dict(manifest.tokens, 2, 4).recover(manifest.step) for manifest in manifests(tmp_path)]
+    portions = [fault.mlt if policy.plt_budget is None else fault.lost_tokens / fault.routed_tokens for fault in lost]
+    assert 0.04 < max(portions) <= 0.05, portions
 
 
 def test_training_goes_on_while_a_commit_waits_for_its_tokens(tmp_path):

@@ -185,6 +185,8 @@ class TokenFacts:
 
     Attributes:
         unsaved: ``U[l][e]`` from committed checkpoints on storage only: the tokens lost by a failure that it survives.
+            On several ranks, or on a GPU, those of the newest step are estimated (``RunLedger.likely``), since the
+            ranks agree on them a step later. No other count includes them then.
         expected_unsaved: For each tier, ``U[l][e]`` once the snapshots under way are complete there.
         chosen_at: For each tier, the step of the newest snapshot, complete or under way, that holds the expert; -1 if
             none.

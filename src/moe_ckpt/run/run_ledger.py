@@ -145,6 +145,7 @@ class RunLedger:
         self.window: Window | None = None
         self.next_slot = 0
         self.deficit: Counts | None = None
+        self._newest_applied = np.zeros_like(self.tokens.applied)
         self._rescued: frozenset[str] = frozenset()
         self._lost_windows: dict[Tier, int] = {}  # first step of the newest window that some rank's tier will not have
         self._lacks_everything = False  # nothing on storage may be built upon (``forget``)
@@ -216,7 +217,13 @@ class RunLedger:
             applied, soft, assigned: See ``StepTokens``. Popularity counts ``assigned``.
         """
         self.tokens.apply(applied)
+        self._newest_applied = applied
         self.activity.add(applied if assigned is None else assigned, soft)
+
+    def likely(self, step: int) -> Counts:
+        """Returns an estimate of the tokens ``[L, E]`` of ``step``, of which only the steps before were agreed on: those
+        of the step before, or the mean if that is more."""
+        return np.maximum(self._newest_applied, -(-self.tokens.applied // max(1, step - 1)))
 
     def exact(self, step: int) -> None:
         """Notes that ``tokens`` are now those of the end of ``step``, for a snapshot of the step that began earlier."""

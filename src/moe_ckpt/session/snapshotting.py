@@ -94,6 +94,9 @@ class Snapshotter:
             return SnapshotPlan(step, run.catalog.everything)
         measured = None if consensus is None else consensus.measured
         context = ledger.context(step, self.live.placement, measured, self._popularity)
+        if run.comm.agrees_late:
+            unsaved = context.tokens.unsaved + ledger.likely(step)
+            context = replace(context, tokens=replace(context.tokens, unsaved=unsaved))
         facts: dict[str, Any] = {}
         if consensus is not None and run.gradients is not None:
             facts["anchored_at"] = self.booking.anchors.steps

@@ -5,6 +5,7 @@ from them. Inside ``with ActedGPU() as gpu`` the calling thread is the training 
 real device (``item()``, ``cpu()``, a copy into memory that is not page-locked, ``Event.synchronize`` and the like) is
 noted in ``gpu.waits`` if it happens on that thread and the package asked for it. Bytes that leave by a non-blocking
 ``copy_`` into page-locked memory are there only when an event behind it was waited for; until then there is rubbish.
+They are those of that moment: what training has written to the tensor by then was too early, unless its stream waited.
 
 Within ``gpu.capturing()`` the training thread captures a CUDA graph, in CUDA's "global" mode: calls of other threads
 that would end the capture are noted in ``gpu.disturbances``, those of threads that have left that mode in
@@ -69,17 +70,21 @@ class Transfer:
 
     def __init__(self, target: torch.Tensor, value: torch.Tensor) -> None:
         self._lock = threading.Lock()
-        self._move: Callable[[], object] | None = lambda: target.copy_(value)
+        self._target, self._value = target, value
+        self.is_done = self._is_read = False
+
+    def read(self) -> None:
+        """The device works on nothing else until the bytes have left it."""
+        with self._lock:
+            if not (self.is_done or self._is_read):
+                self._value, self._is_read = self._value.clone(), True
 
     def finish(self) -> None:
         with self._lock:
-            if self._move is not None:
-                self._move()
-            self._move = None
-
-    @property
-    def is_done(self) -> bool:
-        return self._move is None
+            if not self.is_done:
+                self._target.copy_(self._value)
+            self.is_done = True
+            self._value = self._target
 
 
 def _under_way(*work: Transfer) -> list[Transfer]:
@@ -91,9 +96,14 @@ class Stream:
     def __init__(self, *_: Any, **__: Any) -> None:
         self.work: list[Transfer] = []
 
-    def wait_event(self, event: Event) -> None:
+    def wait_event(self, event: Event | Stream) -> None:
         self.work = _under_way(*self.work, *event.work)
-        _acted().joins += self is _acted()._training
+        if self is _acted()._training:
+            _acted().joins += 1
+            for transfer in self.work:
+                transfer.read()
+
+    wait_stream = wait_event
 
     def synchronize(self) -> None:
         _acted().note("Stream.synchronize")
@@ -193,6 +203,7 @@ class ActedGPU(TorchFunctionMode):
         grouped = self._grouping(torch._C._group_tensors_by_device_and_dtype)
         self._stack.enter_context(mock.patch.object(torch._C, "_group_tensors_by_device_and_dtype", grouped))
         self._stack.enter_context(mock.patch.object(ActedGPU, "active", self))
+        self._stack.enter_context(mock.patch.object(torch.Tensor, "record_stream", lambda tensor, stream: None))
         self._stack.enter_context(mock.patch.object(ctypes, "CDLL", self._library(ctypes.CDLL)))
         self._stack.enter_context(_Kernels(self))
         return super().__enter__()
@@ -366,7 +377,7 @@ class ActedGPU(TorchFunctionMode):
         _check_error(self.last_error())
         self._require_one_piece(into)
         self.departures += 1
-        transfer = Transfer(into, source.detach().to(into.dtype, copy=True))
+        transfer = Transfer(into, source.detach().to(into.dtype))
         into.view(torch.uint8).fill_(RUBBISH) if into.dim() else into.view(1).view(torch.uint8).fill_(RUBBISH)
         self.stream.work.append(transfer)
         return into

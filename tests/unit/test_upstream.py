@@ -27,6 +27,7 @@ from moe_ckpt.localized.recording import UpstreamLog
 from moe_ckpt.localized.segments import LocalRecovery
 from moe_ckpt.memory.directory import MESSAGES_SUFFIX, SEALED_SUFFIX, is_log, log_path
 from moe_ckpt.reading.together import NotUsableError
+from tests.support.acted_gpu import ActedGPU
 from tests.support.processes import run_ranks
 
 HEADER = LogHeader("run", "life", 3, 3, 1, 4, "")
@@ -68,6 +69,21 @@ def test_what_is_written_comes_back(log, tmp_path):
         assert torch.equal(one, other)
     for path in tmp_path.iterdir():
         assert stat.S_IMODE(path.stat().st_mode) == 0o600
+
+
+def test_what_is_sent_from_a_gpu_may_change_at_once(tmp_path):
+    """As gradients that two stages share are scaled where they lie."""
+    with ActedGPU() as gpu:
+        log, sent = UpstreamLog(tmp_path, HEADER, 1 << 20), torch.ones(4, device="cuda")
+        log.step_begins(1)
+        log.append(NORM, sent)
+        sent.zero_()
+        log.step_ends().wait(30)
+        log.close()
+        assert gpu.waits == []
+        assert gpu.joins == 0
+    [(_, logged)] = next(iter(sealed_logs(tmp_path))).messages()
+    assert logged.tolist() == [1.0] * 4
 
 
 def test_a_step_that_did_not_end_is_no_log(log, tmp_path):

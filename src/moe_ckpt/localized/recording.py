@@ -121,13 +121,14 @@ class UpstreamLog:
             copied = torch.empty(tensor.shape, dtype=tensor.dtype)
             return copied.copy_(tensor), None
         self._stream = self._stream or torch.cuda.Stream(tensor.device)  # type: ignore[no-untyped-call]
+        sent = tensor.clone()  # training may overwrite the tensor while this one is copied to the host
         self._stream.wait_stream(torch.cuda.current_stream(tensor.device))
         copied = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         with torch.cuda.stream(self._stream):
-            copied.copy_(tensor, non_blocking=True)
+            copied.copy_(sent, non_blocking=True)
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record(self._stream)
-        tensor.record_stream(self._stream)  # training frees it right after it was sent
+        sent.record_stream(self._stream)
         return copied, done
 
     def _goes_on(self) -> bool:

@@ -86,6 +86,17 @@ def test_what_is_sent_from_a_gpu_may_change_at_once(tmp_path):
     assert logged.tolist() == [1.0] * 4
 
 
+def test_a_host_without_memory_for_a_message_ends_the_log_and_not_training(tmp_path, caplog):
+    with ActedGPU() as gpu:
+        log, gpu.refusals = UpstreamLog(tmp_path, HEADER, 1 << 20), 1
+        one_step(log, 1, (TO_NEXT, torch.ones(4, device="cuda")))
+        one_step(log, 2, (TO_NEXT, torch.ones(4, device="cuda")))
+        log.close()
+    assert caplog.text.count("keeps no upstream log") == 1
+    assert "a message of rank 1 to rank 2 cannot be copied: CUDA error" in caplog.text
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_step_that_did_not_end_is_no_log(log, tmp_path):
     log.step_begins(1)
     log.append(TO_NEXT, torch.ones(4))

@@ -109,10 +109,14 @@ class UpstreamLog:
                 f"{self._budget:,}. Use a tmpfs, or raise Memory(upstream_bytes=...)"
             )
             return
+        try:
+            copied, done = self._copied(tensor.detach())
+        except RuntimeError as error:  # of torch, for want of memory
+            self.give_up(f"{channel} cannot be copied: {error}")
+            return
         self._sizes[now] += nbytes
         number = self._sent[channel]
         self._sent[channel] += 1
-        copied, done = self._copied(tensor.detach())
         self._tasks.put(lambda: self._write(channel, number, copied, done))
 
     def _copied(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:

@@ -19,7 +19,7 @@ from moe_ckpt import Memory
 from moe_ckpt.comm.communicator import GlooCommunicator, SoloCommunicator
 from moe_ckpt.errors import ConfigError, DamagedError, PeerLostError, ReplayDivergedError
 from moe_ckpt.format.sealed import seal
-from moe_ckpt.localized import exchange
+from moe_ckpt.localized import exchange, recording
 from moe_ckpt.localized.boundary import Boundary
 from moe_ckpt.localized.exchange import Answers, LogExchange, is_for
 from moe_ckpt.localized.log_files import SEND, Channel, LogHeader, Message, decode_log, encode_log, sealed_logs
@@ -95,6 +95,17 @@ def test_a_host_without_memory_for_a_message_ends_the_log_and_not_training(tmp_p
     assert caplog.text.count("keeps no upstream log") == 1
     assert "a message of rank 1 to rank 2 cannot be copied: CUDA error" in caplog.text
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_device_that_never_ends_its_work_does_not_keep_training_from_ending(tmp_path, monkeypatch):
+    monkeypatch.setattr(recording, "_CLOSE_SECS", 0.2)
+    log, never = UpstreamLog(tmp_path, HEADER, 1 << 20), threading.Event()
+    log.step_begins(1)
+    log._tasks.put(lambda: never.wait(5))
+    began = time.monotonic()
+    log.close()
+    assert time.monotonic() - began < 4
+    never.set()
 
 
 def test_a_step_that_did_not_end_is_no_log(log, tmp_path):

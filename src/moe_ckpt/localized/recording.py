@@ -25,6 +25,9 @@ from moe_ckpt.threads import TaskThread, ThreadName
 
 log = logging.getLogger("moe_ckpt")
 
+_CLOSE_SECS = 10.0
+"""Longest wait for messages that are not written yet, when training ends."""
+
 
 class _Log(NamedTuple):
     """The log of one step. path: Of its files, without a suffix."""
@@ -184,10 +187,12 @@ class UpstreamLog:
         self._tasks.put(self._abandon)
 
     def close(self) -> None:
-        """Waits until all messages are written. Sealed logs stay. May be called twice."""
-        self._tasks.close()
-        if self._writer is not None:
+        """Waits until all messages are written, but not for a device whose peers died and that may never finish. Sealed
+        logs stay. May be called twice."""
+        if self._tasks.close(_CLOSE_SECS):
             self._abandon()
+        else:
+            log.warning("upstream messages are still not in memory; nobody waits for them any longer")
 
     # --- on the thread ---
 

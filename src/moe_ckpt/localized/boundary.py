@@ -11,7 +11,7 @@ import contextlib
 import functools
 import sys
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -199,7 +199,7 @@ class Interception:
         self._within = False
         self._groups: dict[int, tuple[Any, tuple[int, ...], bool]] = {}
         self._rank = dist.get_rank()
-        self._replaced: list[tuple[Any, str, Any, Any]] = []
+        self._replaced: list[tuple[Call, Call]] = []
         self._open = True
         for name in ("isend", "send"):
             self._replace(name, self._send)
@@ -209,7 +209,7 @@ class Interception:
             self._replace(name, self._agree)
         for name in _APART:
             self._replace(name, self._refuse)
-        self._replace_by_name()
+        _exchange({id(original): ours for original, ours in self._replaced})
 
     def _replace(self, name: str, intercepted: Callable[[str, _Call], Any]) -> None:
         original = getattr(distributed_c10d, name, None)
@@ -221,31 +221,12 @@ class Interception:
             call = _Call(original, args, kwargs)
             return intercepted(name, call) if self._is_ours() else call.make()
 
-        # One object for both: P2POp compares the function that it is given with the other module's.
-        for module in (dist, distributed_c10d):  # the latter's functions call each other by its names
-            if getattr(module, name, None) is original:
-                setattr(module, name, ours)
-                self._replaced.append((module, name, original, ours))
-
-    def _replace_by_name(self) -> None:
-        """Replaces functions in loaded modules that have imported one by name, as Megatron's timers do; not in
-        torch."""
-        ours_of = {id(original): (original, ours) for _, _, original, ours in self._replaced}
-        others = [module for name, module in list(sys.modules.items()) if name.partition(".")[0] != "torch"]
-        for module in (other for other in others if isinstance(other, ModuleType)):
-            for name, value in list(vars(module).items()):
-                if id(value) in ours_of:
-                    original, ours = ours_of[id(value)]
-                    setattr(module, name, ours)
-                    self._replaced.append((module, name, original, ours))
+        self._replaced.append((original, ours))
 
     def close(self) -> None:
         """Restores the functions. If other code has replaced them meanwhile, they only call the originals."""
         self._open = False
-        while self._replaced:
-            module, name, original, ours = self._replaced.pop()
-            if getattr(module, name) is ours:
-                setattr(module, name, original)
+        _exchange({id(ours): original for original, ours in self._replaced})
         self._groups.clear()
 
     # --- the functions ---
@@ -322,6 +303,21 @@ class Interception:
             return call.make()
         finally:
             self._within = False
+
+
+def _exchange(instead: Mapping[int, Call]) -> None:
+    """Replaces functions in ``torch.distributed``, and in loaded modules that have imported one by name, as Megatron's
+    timers have; nowhere else in torch.
+
+    Args:
+        instead: ``id`` of a function -> the function in its place, one object in all modules: P2POp compares them.
+    """
+    others = [module for name, module in list(sys.modules.items()) if name.partition(".")[0] != "torch"]
+    # The functions of ``distributed_c10d`` call each other by its names.
+    for module in (dist, distributed_c10d, *(other for other in others if isinstance(other, ModuleType))):
+        for name, value in list(vars(module).items()):
+            if id(value) in instead:
+                setattr(module, name, instead[id(value)])
 
 
 class _Call(NamedTuple):

@@ -15,7 +15,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ckpt import Memory
+from moe_ckpt import Memory, attach
 from moe_ckpt.comm.communicator import GlooCommunicator, SoloCommunicator
 from moe_ckpt.errors import ConfigError, DamagedError, PeerLostError, ReplayDivergedError
 from moe_ckpt.format.sealed import seal
@@ -26,6 +26,7 @@ from moe_ckpt.localized.log_files import SEND, Channel, LogHeader, Message, deco
 from moe_ckpt.localized.recording import UpstreamLog
 from moe_ckpt.localized.segments import LocalRecovery
 from moe_ckpt.memory.directory import MESSAGES_SUFFIX, SEALED_SUFFIX, is_log, log_path
+from moe_ckpt.policies import Dense
 from moe_ckpt.reading.together import NotUsableError
 from tests.support.acted_gpu import ActedGPU
 from tests.support.processes import run_ranks
@@ -188,6 +189,30 @@ def test_what_earlier_lives_left_counts_and_goes_first(log, tmp_path):
     assert (after.nbytes, sealed_logs(tmp_path)) == (800, [])
     after.close()
     assert [each.header.step for each in sealed_logs(own)] == [3, 4]
+
+
+def step_once(root: Path) -> None:
+    """One start of a run that logs no messages, which ends after a step."""
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    memory = Memory(directory=str(root), storage_every=1000)
+    ckpt = attach(model, optimizer, policy=Dense(), dirpath=root / "store", memory=memory)
+    begun = ckpt.resume().step
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    ckpt.after_step(begun + 1)
+    ckpt.close(failure="the test ends it")
+
+
+def test_what_a_run_left_that_logs_nothing_any_more_goes(tmp_path):
+    step_once(tmp_path)
+    [place] = {path.parent for path in tmp_path.rglob("rank_00000/*.head")}
+    left = UpstreamLog(place, HEADER, 1 << 20)
+    one_step(left, 1, (TO_NEXT, torch.ones(10)))
+    left.close()
+    assert [each.header.step for each in sealed_logs(place)] == [1]
+    step_once(tmp_path)
+    assert list(tmp_path.rglob("upstream_*")) == []
 
 
 def test_a_log_of_another_step_is_refused(log, tmp_path, caplog):

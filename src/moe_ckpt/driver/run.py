@@ -307,6 +307,8 @@ class Driver:
             self.session.begin_run(self._capture, self._host.step, wait=wait)
             self._undrained = not wait
         self.session.training_begins()
+        if self.localized is None and self.session.tier.outlives_process:
+            self.session.tier.files.remove_logs()
         if over and self.options.save_last and self.restored is not None and self.restored.is_unsaved:
             self.session.save_complete(self._host.step, self._capture_of(self.restored))
             self.session.before_update(receive=False)

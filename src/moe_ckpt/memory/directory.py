@@ -175,6 +175,12 @@ class RankDirectory:
             if name not in used:
                 _delete(self.path / name)
 
+    def remove_logs(self) -> None:
+        """Deletes the upstream logs."""
+        for path in entries(self.path):
+            if _LOG_NAME.fullmatch(path.stem):
+                _delete(path)
+
     def clear(self) -> None:
         """Deletes all files but the lock."""
         for path in entries(self.path):

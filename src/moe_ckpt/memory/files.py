@@ -254,6 +254,11 @@ class MemoryFiles:
         for directory in self._left:
             directory.forget_divergence()
 
+    def remove_logs(self) -> None:
+        """Deletes the upstream logs of earlier lives, which this one has no use for."""
+        for directory in self._left:
+            directory.remove_logs()
+
     def remove(self, leftovers: list[FoundSlot]) -> None:
         """Deletes slots of earlier lives. When this returns, no later life resumes from them. On any thread.
 

@@ -29,6 +29,7 @@ from moe_ckpt.policies import Dense, MoC
 from moe_ckpt.policies.moevement import MoEvement
 from moe_ckpt.run.events import StepRecord
 from moe_ckpt.storage import LocalStorage, Storage
+from moe_ckpt.survivors.newest_step import Survivor
 from moe_ckpt.tiers import host_memory
 from tests.support.bad_disks import SmallDisk
 from tests.support.deleting import delete_tree
@@ -693,6 +694,30 @@ def test_no_later_life_has_a_generation_that_only_slots_know(where):
         each.go(1, settle=True)
         each.finish()
     assert not [path for path in where[1].rglob("*") if path.is_file()]
+
+
+def test_a_survivor_lends_after_a_complete_checkpoint_beside_a_partial_one(where, caplog):
+    """The dead rank's plain state has the name of the checkpoint that it is a part of."""
+
+    def train(comm):
+        with life(where, MoC(k=1, every_n_steps=3), every=1, comm=comm, local_ranks=2) as each:
+            survivor = each.session.follow(Survivor)
+            each.go(6, settle=True)
+            each.session.save_complete(each.step, each.capture)
+            each.settle()
+            assert each.session.generation == 1
+            each.go(2, settle=True)
+            survivor.close(PATIENCE_SECS)
+            if comm.rank == 0:
+                assert not survivor.seal(PATIENCE_SECS).problem
+
+    def again(comm):
+        with life(where, MoC(k=1, every_n_steps=3), every=1, comm=comm, local_ranks=2) as each:
+            return come_back(each)[0].manifest.step
+
+    run_threads(ThreadRanks(2), train)
+    assert run_threads(ThreadRanks(2), again) == [8, 8]
+    assert "damaged" not in caplog.text
 
 
 @pytest.mark.parametrize(("count", "replicas", "lost"), [(2, 1, [0]), (2, 1, [1]), (4, 1, [2]), (3, 2, [0, 2])])

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from moe_ckpt.core.step import Step
 from moe_ckpt.format.sealed import unseal
 from moe_ckpt.format.slot import SlotHeader, decode_slot
 from moe_ckpt.memory.files import MemoryFiles
@@ -21,6 +22,10 @@ def of_step(number: int, seed: int) -> tuple[Any, Any]:
     """Plain state of a rank, random numbers included."""
     generator = torch.Generator().manual_seed(seed)
     return side_tensors({"step": number, "rng": generator.get_state()}, 0)
+
+
+def parting(step: int) -> Step:
+    return Step("a-run", "a-life", 1, step, step, parting=True)
 
 
 TOKENS = Deferred(lambda: StepTokens(np.array([[3, 4]])))
@@ -45,7 +50,7 @@ def sealed(keeper: StateKeeper) -> dict[int, SlotHeader]:
 @pytest.mark.parametrize("steps", range(1, 5))
 def test_the_two_newest_steps_are_there(keeper, steps):
     for step in range(1, steps + 1):
-        keeper.keep(step, 0, of_step(step, step), TOKENS)
+        keeper.keep(parting(step), 0, of_step(step, step), TOKENS)
     headers = sealed(keeper)
     assert headers.keys() == {step for step in (steps - 1, steps) if step}
     for step, header in headers.items():
@@ -55,7 +60,7 @@ def test_the_two_newest_steps_are_there(keeper, steps):
 
 def test_the_end_of_training_does_not_wait_for_a_device_that_gives_nothing(keeper, caplog):
     gone = threading.Event()
-    keeper.keep(1, 0, of_step(1, 1), Deferred(lambda: (gone.wait(60), StepTokens(np.array([[3, 4]])))[1]))
+    keeper.keep(parting(1), 0, of_step(1, 1), Deferred(lambda: (gone.wait(60), StepTokens(np.array([[3, 4]])))[1]))
     keeper.close(0.1)
     assert "still not in memory" in caplog.text
     gone.set()
@@ -66,8 +71,8 @@ def test_what_cannot_be_sealed_is_said_once_and_the_next_step_is_sealed(keeper, 
         raise RuntimeError("the device is gone")
 
     for step in (1, 2):
-        keeper.keep(step, 0, of_step(step, 1), Deferred(nothing))
-    keeper.keep(3, 0, of_step(3, 1), TOKENS)
+        keeper.keep(parting(step), 0, of_step(step, 1), Deferred(nothing))
+    keeper.keep(parting(3), 0, of_step(3, 1), TOKENS)
     assert sealed(keeper).keys() == {3}
     messages = [record.getMessage() for record in caplog.records]
     assert messages == ["memory does not hold the plain state of step 1: RuntimeError: the device is gone"]

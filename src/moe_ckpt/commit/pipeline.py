@@ -101,9 +101,10 @@ class Pipeline:
         self._copy: Copy | None = None
         self._consumed: tuple[CompiledPart, ...] = ()
 
-    def identify(self, step: int) -> Step:
-        """Returns the identity of the next snapshot."""
-        return Step(self.tier.run_id, self.tier.life, self.generation, step, self.next_number)
+    def identify(self, step: int, *, parting: bool = False) -> Step:
+        """Returns the identity of the next snapshot, or of what survivors seal of ``step``."""
+        number = step if parting else self.next_number
+        return Step(self.tier.run_id, self.tier.life, self.generation, step, number, parting)
 
     def begin(
         self,

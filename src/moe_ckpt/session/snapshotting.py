@@ -245,7 +245,7 @@ class Snapshotter:
         applied.set_result(tokens[0])
         contents = self._contents(plan, self.live.note_layout(specs), to_storage=False, to_peers=False)
         snapshot = pipeline.begin(
-            replace(pipeline.identify(plan.step), number=plan.step, parting=True),
+            pipeline.identify(plan.step, parting=True),
             replace(contents, on_behalf_of=of),
             replace(self._facts(), counted=tokens[1]),
             applied=applied,

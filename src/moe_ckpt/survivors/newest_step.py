@@ -171,7 +171,8 @@ class Survivor:
             return
         if self._states is None:
             self._states = StateKeeper(memory.files, self._run.comm.world_size)
-        self._states.keep(step, self._snapshots.booking.run_ledger.index, copied, tokens)
+        identity = self._snapshots.pipeline.identify(step, parting=True)
+        self._states.keep(identity, self._snapshots.booking.run_ledger.index, copied, tokens)
 
     def update_begins(self, now: float) -> None:
         """Waits a little before an update for a snapshot that is still being sealed.
@@ -345,17 +346,15 @@ class StateKeeper:
         self._newest, self._is_failing = 0, False
         self._thread = TaskThread(ThreadName.STATE, self._failed)
 
-    def keep(self, step: int, index: int, plain: Plain, tokens: Deferred[StepTokens]) -> None:
+    def keep(self, identity: Step, index: int, plain: Plain, tokens: Deferred[StepTokens]) -> None:
         """Queues the plain state of a step, and returns at once. For the training thread.
 
         Args:
-            step: The step.
+            identity: Of what survivors seal of the step.
             index: As of ``Facts``.
             plain: Plain state of the step, which does not change any more.
             tokens: Tokens that this rank counted in the step.
         """
-        files = self._files
-        identity = Step(files.run_id, files.life, files.generation, step, step, parting=True)
         self._thread.put(functools.partial(self._keep, identity, index, plain, _ready(plain[1]), tokens))
 
     def close(self, timeout_secs: float) -> None:

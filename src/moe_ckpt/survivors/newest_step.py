@@ -335,6 +335,8 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
 class StateKeeper:
     """Keeps the plain state of the two newest steps in slots: peers may be a step behind this rank.
 
+    Older ones do not wait for the thread, since a plain state may be as large as the model (moving averages).
+
     Args:
         files: Makes slots.
         world_size: Number of ranks of the run.
@@ -343,6 +345,7 @@ class StateKeeper:
     def __init__(self, files: MemoryFiles, world_size: int) -> None:
         self._files, self._world_size = files, world_size
         self._sealed: dict[int, Slot] = {}
+        self._waiting: dict[int, tuple[Plain, torch.cuda.Event | None]] = {}
         self._newest, self._is_failing = 0, False
         self._thread = TaskThread(ThreadName.STATE, self._failed)
 
@@ -355,7 +358,10 @@ class StateKeeper:
             plain: Plain state of the step, which does not change any more.
             tokens: Tokens that this rank counted in the step.
         """
-        self._thread.put(functools.partial(self._keep, identity, index, plain, _ready(plain[1]), tokens))
+        self._waiting[identity.step] = plain, _ready(plain[1])
+        for step in sorted(self._waiting)[:-2]:
+            self._waiting.pop(step, None)
+        self._thread.put(functools.partial(self._keep, identity, index, tokens))
 
     def close(self, timeout_secs: float) -> None:
         """Waits for queued states. Sealed states stay. May be called twice.
@@ -375,9 +381,10 @@ class StateKeeper:
             log.warning("memory does not hold the plain state of step %d: %s", self._newest, problem)
         self._is_failing = True
 
-    def _keep(
-        self, identity: Step, index: int, plain: Plain, ready: torch.cuda.Event | None, tokens: Deferred[StepTokens]
-    ) -> None:
+    def _keep(self, identity: Step, index: int, tokens: Deferred[StepTokens]) -> None:
+        plain, ready = self._waiting.pop(identity.step, (None, None))
+        if plain is None:
+            return
         self._newest = identity.step
         if ready is not None:
             ready.synchronize()

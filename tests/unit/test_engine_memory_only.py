@@ -458,6 +458,18 @@ def test_what_outgrows_the_budget_in_training_is_left_out_and_said_once(where, c
     assert caplog.text.count("training continues") == 1
 
 
+def test_slots_that_could_not_be_used_again_for_some_steps_cost_no_checkpoint_later(where, monkeypatch, caplog):
+    with life(where, host_memory_bytes=4000, every=4) as each:
+        each.go(8, settle=True)
+        with monkeypatch.context() as patched:
+            patched.setattr(Slot, "unseal", lambda slot: (_ for _ in ()).throw(OSError("no memory for a name")))
+            each.go(4, settle=True)
+        each.go(4, settle=True)
+        assert [record.begun for record in each.records[-2:]] == [True, True]
+    assert caplog.text.count("a memory slot cannot be used again: no memory for a name") == 1
+    assert committed(where[0])[-1] == "step_00000016"
+
+
 def test_a_last_step_that_finds_no_room_beside_what_memory_keeps_does_not_say_that_it_waited(where, monkeypatch):
     with life(where) as only:
         only.go(3, settle=True)

@@ -58,8 +58,9 @@ class BufferPool:
         self._private = Arena(arena_limit(budget_bytes), locks=pinned)
         self._lent: dict[Buffer, bool] = {}
         self._released: list[Buffer] = []
+        self._stuck: list[Buffer] = []
         self.making = 0
-        self._retired = self._said_private = False
+        self._retired = self._said_private = self._said_sealed = False
         self._lock = threading.RLock()
 
     @property
@@ -83,14 +84,19 @@ class BufferPool:
         sizes, files = [max(1, nbytes) for nbytes in sizes], self._files
         if files is None:
             return self._lend(self._private, sizes)
+        arena = files.arena
         with self._lock:  # nothing is readable any more in a file that somebody has deleted
-            self._released = [old for old in self._released if old.arena is files.arena]
-        if files.arena.is_gone:
+            self._released = [old for old in self._released if old.arena is arena]
+            stuck, self._stuck = [room for room in self._stuck if room.arena is arena], []
+        if arena.is_gone:
             return None
-        buffers = self._lend(files.arena, sizes)
+        for room in stuck:
+            if self._unsealed([room]):
+                arena.free(room)
+        buffers = self._lend(arena, sizes)
         if buffers is None and self._private.ready and not files.fits(sum(sizes)):
             return self._lend(self._private, sizes)
-        if buffers is None or self.unseal(buffers) is None:  # in the latter case the rooms stay lent
+        if buffers is None or not self._unsealed(buffers):
             return None
         for buffer in buffers:
             buffer.slot = files.slot(buffer)
@@ -103,6 +109,16 @@ class BufferPool:
             buffers = arena.take(sizes)
             self._lent |= {buffer: not at for at, buffer in enumerate(buffers or ())}
             return buffers
+
+    def _unsealed(self, rooms: list[Buffer]) -> bool:
+        """Returns whether what was released in these rooms is unsealed. If not, nobody gets them until it is."""
+        if self.unseal(rooms) is not None:
+            return True
+        with self._lock:
+            self._stuck += rooms
+            for room in rooms:  # like what was released, they do not count as lent
+                self._lent.pop(room, None)
+        return False
 
     def unseal(self, rooms: Sequence[Buffer] | None = None) -> list[Buffer] | None:
         """Makes released snapshots unreadable, which stay readable until their rooms are lent again. On any thread.
@@ -122,9 +138,11 @@ class BufferPool:
                     old.slot.unseal()
             return over
         except OSError as error:  # the bytes stay what the headers say
-            log.warning("a memory slot cannot be used again: %s", error)
+            level = logging.INFO if self._said_sealed else logging.WARNING
+            log.log(level, "a memory slot cannot be used again: %s", error)
             with self._lock:
                 self._released += over
+                self._said_sealed = True
             return None
 
     def acquire(self, sizes: Sequence[int], require: Callable[[int], None] | None = None) -> list[Buffer] | None:

@@ -80,6 +80,7 @@ def test_round_trip(tree):
         {True: 1, "True": 2},
         {(0, "a"): [()], None: {}},
         {"s": {1, 2, 3}},
+        {frozenset({1, 2}): 0, (frozenset(), 1): {frozenset({3})}, "alone": frozenset({4})},
         {"nan": [float("nan"), float("inf"), -float("inf"), -0.0]},
         {"big": 2**200},
         {"lone surrogate": "\ud800"},

@@ -33,6 +33,8 @@ _ARRAYS = {
 _THEMSELVES = frozenset({type(None), bool, int, str})
 """Types whose values are the same in JSON; not those derived from them."""
 _TEXT = frozenset({str})
+_OF_ITEMS: Mapping[str, type[Any]] = {"tuple": tuple, "set": set, "frozenset": frozenset}
+"""Tag -> the type of what has items."""
 _FLOATS = ("nan", "inf", "-inf")
 
 
@@ -113,9 +115,9 @@ def _encode_derived(value: Any, path: str, tensors: dict[str, torch.Tensor]) -> 
         return _encode_mapping(value, path, tensors)
     if isinstance(value, list):
         return _encode_items(value, path, tensors)
-    if isinstance(value, (tuple, set, frozenset)):
-        items = _encode_items(value, path, tensors)
-        return {_TAG: "tuple" if isinstance(value, tuple) else "set", "v": items}
+    for tag, built_in in _OF_ITEMS.items():
+        if isinstance(value, built_in):
+            return {_TAG: tag, "v": _encode_items(value, path, tensors)}
     raise UnencodableStateError(path or "/", f"{type(value).__module__}.{type(value).__qualname__}")
 
 
@@ -179,9 +181,8 @@ def _decode_tagged(tag: str, value: Any, tensor: Callable[[str], torch.Tensor]) 
         return float(value)
     if tag == "bytes":
         return base64.b64decode(_typed(value, str), validate=True)
-    if tag in ("tuple", "set"):
-        items = [decode_tree(item, tensor) for item in _typed(value, list)]
-        return tuple(items) if tag == "tuple" else set(items)
+    if tag in _OF_ITEMS:
+        return _OF_ITEMS[tag]([decode_tree(item, tensor) for item in _typed(value, list)])
     if tag == "dict":
         return {decode_tree(key, tensor): decode_tree(item, tensor) for key, item in _typed(value, list)}
     raise ValueError(f"unknown tag {shown(tag)} in stored state")

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import safetensors.torch
@@ -10,11 +14,14 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from moe_ckpt.cli.main import main
+from moe_ckpt.format.manifest import Manifest
+from moe_ckpt.format.slot import decode_slot
 from moe_ckpt.interop.export import export
 from moe_ckpt.policies import Dense, MoC
 from moe_ckpt.tiers import host_memory
 from tests.support.spoiled import flip
 from tests.support.store_builder import values_at
+from tests.unit.test_engine_host_tier import come_back
 from tests.unit.test_engine_memory import files
 from tests.unit.test_engine_memory_only import committed, life, train_and_fail, where  # noqa: F401 - a fixture
 
@@ -29,6 +36,16 @@ def no_memory_of_other_tests():
 def answer(capsys, *arguments: str) -> tuple[int, dict]:
     code = main([*arguments, "--json"])
     return code, json.loads(capsys.readouterr().out)
+
+
+def step_in(slot: Path) -> int:
+    return decode_slot(slot.read_bytes(), str(slot)).step
+
+
+def remove_slots(memory: Path, chosen: Callable[[int], bool]) -> None:
+    for slot in memory.rglob("*.head"):
+        if chosen(step_in(slot)):
+            slot.unlink()
 
 
 @pytest.mark.parametrize("policy", [Dense(), MoC(k=1, snapshot_k=4)], ids=["dense", "moc"])
@@ -84,6 +101,43 @@ def test_damage_is_named_and_another_copy_is_taken(where, capsys):  # noqa: F811
     assert code == 1
     assert "damaged: " in out
     assert "because of damage" in out
+
+
+def test_a_step_directory_is_the_very_one_that_is_named(where, tmp_path, capsys):  # noqa: F811
+    """A start could not read step 4, and went on from step 3: storage has two steps of that number."""
+    train_and_fail(where, steps=4, every=1)
+    shutil.rmtree(where[1])
+    where[1].mkdir()
+    shutil.move(where[0] / "step_00000004", tmp_path / "away")
+    with life(where, every=1) as second:
+        assert come_back(second)[0].manifest.step == 3
+        second.go(1, settle=True)
+    shutil.move(tmp_path / "away", where[0] / "step_00000004")
+    for name in ("step_00000004", "step_00000004_g1"):
+        step, memory = str(where[0] / name), str(where[1])
+        assert main(["verify", step, "--directory", memory]) == 0
+        assert f"{name} is on storage" in capsys.readouterr().err
+        target = export(step, "safetensors", tmp_path / f"of {name}", memory=[memory])
+        assert json.loads((target / "checkpoint.json").read_text())["checkpoint"] == name
+    shutil.rmtree(where[0] / "step_00000004_g1")
+    target = export(where[0] / "step_00000004_g1", "safetensors", tmp_path / "of memory", memory=[str(where[1])])
+    assert json.loads((target / "checkpoint.json").read_text())["checkpoint"] == "step_00000004_g1"
+
+
+def test_a_step_on_storage_that_is_not_finite_is_passed_over(where, tmp_path, capsys):  # noqa: F811
+    train_and_fail(where, steps=6, every=4)
+    store, memory = map(str, where)
+    with life(where, every=1) as second:
+        come_back(second)
+        second.go(1, settle=True)
+    path = where[0] / "step_00000007_g1" / "MANIFEST.json"
+    manifest = Manifest.decode(path.read_bytes(), str(path))
+    path.write_bytes(dataclasses.replace(manifest, not_finite="model/gate").encode())
+    remove_slots(where[1], lambda step: step == 7)  # such a step is not kept in memory
+    assert answer(capsys, "verify", store, "--directory", memory)[1]["usable"] == ["step_00000006"]
+    target = tmp_path / "weights"
+    assert main(["export", store, "--directory", memory, "--to", "safetensors", "-o", str(target)]) == 0
+    assert "step 6 (step_00000006)" in capsys.readouterr().err
 
 
 def test_a_run_that_is_at_work_is_left_alone(where, capsys):  # noqa: F811

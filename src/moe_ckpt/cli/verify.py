@@ -89,20 +89,19 @@ def _run_on_storage(args: argparse.Namespace, path: str) -> int:
 def _run_on_memory(args: argparse.Namespace) -> int:
     """Verifies one checkpoint in memory, or on storage if that has it: 0 if it is whole, 1 if it is damaged."""
     from moe_ckpt.errors import NoCheckpointError
-    from moe_ckpt.format.manifest import age_of
+    from moe_ckpt.format.manifest import step_of
     from moe_ckpt.reading.memory.memory_outside import MemoryOutside, verify_opened
     from moe_ckpt.reading.reader import StoreReader, locate
 
     storage, directory = locate(args.path)
-    step = None if directory is None else age_of(directory)[1]
     with MemoryOutside(StoreReader(storage), args.directory) as memory:
-        stored = memory.stored(step)
+        stored = memory.stored(directory)
         if stored is not None:
             print(f"{stored} is on storage, and verified there:", file=sys.stderr)
             return _run_on_storage(args, f"{storage.root}/{stored}")
         usable: list[str] = []
         try:
-            opened = memory.opened(step, verify_opened)
+            opened = memory.opened(None if directory is None else step_of(directory), verify_opened)
             usable.append(opened.manifest.directory)
         except NoCheckpointError as error:
             if not memory.damages:

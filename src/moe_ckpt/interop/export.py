@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from moe_ckpt.core.user_text import parse_bytes
 from moe_ckpt.errors import ConfigError, MoECheckpointError, StoreUnwritableError, UnsupportedError
-from moe_ckpt.format.manifest import Manifest, age_of
+from moe_ckpt.format.manifest import Manifest, step_of
 from moe_ckpt.format.shard import TORCH_DTYPES
 from moe_ckpt.interop.safetensors import MAX_FILE_BYTES, Progress, write_for_hub, write_safetensors
 from moe_ckpt.interop.whole import WholeCheckpoint, lightning_dict, whole
@@ -115,11 +115,11 @@ def export(
     if not memory:
         return with_step(step_path, written)
     storage, directory = locate(step_path)
-    step = None if directory is None else age_of(directory)[1]
     with MemoryOutside(StoreReader(storage), memory) as outside:
-        stored = outside.stored(step)
+        stored = outside.stored(directory)
         if stored is not None:
             return with_step(f"{storage.root}/{stored}", written)
+        step = None if directory is None else step_of(directory)
         opened = outside.opened(step, partial(_verify, store=storage.root))
         return written(opened.reader, opened.manifest)
 

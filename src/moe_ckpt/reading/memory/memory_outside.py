@@ -21,7 +21,7 @@ from moe_ckpt.errors import (
     StepRemovedError,
     StoreError,
 )
-from moe_ckpt.format.manifest import Manifest, ModelRecord, age_of
+from moe_ckpt.format.manifest import Manifest, ModelRecord, age_of, step_of
 from moe_ckpt.memory.directory import (
     RankDirectory,
     entries,
@@ -118,19 +118,29 @@ class MemoryOutside:
             if checkpoint is newest_log or not checkpoint.is_log:
                 yield self.memory.opener(checkpoint)()
 
-    def stored(self, step: int | None) -> str | None:
-        """Returns the step directory to read on storage, which has the step; None if only memory may have it.
+    def stored(self, named: str | None) -> str | None:
+        """Returns the step directory to read on storage; None if only memory may have it.
 
         Args:
-            step: None for the newest.
+            named: A step directory; another of the same step is taken if neither has this one. None for the newest
+                that is not passed over, as sparse windows and values that are not finite are.
         """
-        directories = self._reader.directories()
-        if step is not None:
-            return next((directory for directory in directories if age_of(directory)[1] == step), None)
-        newest = next(iter(self._complete()), None)
-        if newest is None or not directories or age_of(directories[0]) < age_of(newest.directory):
-            return None
-        return directories[0]
+        directories, in_memory = self._reader.directories(), [one.directory for one in self._complete()]
+        if named is None:
+            newest = next((directory for directory in directories if not self._is_passed_over(directory)), None)
+            if newest is None or not in_memory or age_of(newest) < age_of(in_memory[0]):
+                return None
+            return newest
+        if named in directories or named in in_memory:
+            return named if named in directories else None
+        return next((directory for directory in directories if step_of(directory) == step_of(named)), None)
+
+    def _is_passed_over(self, directory: str) -> bool:
+        try:
+            manifest = self._reader.manifest(directory)
+        except DamagedError:  # which is said by whoever reads it then
+            return False
+        return bool(manifest.not_finite or manifest.window)
 
     def opened(self, step: int | None, verify: Callable[[OpenedMemory], None]) -> OpenedMemory:
         """Returns a checkpoint whose bytes were verified: of damaged slots other copies are taken, if there are any.

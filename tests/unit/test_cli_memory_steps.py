@@ -24,6 +24,7 @@ from tests.support.store_builder import values_at
 from tests.unit.test_engine_host_tier import come_back
 from tests.unit.test_engine_memory import files
 from tests.unit.test_engine_memory_only import committed, life, train_and_fail, where  # noqa: F401 - a fixture
+from tests.unit.test_memory_return import flip_last
 
 
 @pytest.fixture(autouse=True)
@@ -101,6 +102,59 @@ def test_damage_is_named_and_another_copy_is_taken(where, capsys):  # noqa: F811
     assert code == 1
     assert "damaged: " in out
     assert "because of damage" in out
+
+
+@pytest.mark.parametrize("file", ["MANIFEST.json", "rank_00000_expert.safetensors"])
+def test_a_damaged_file_beneath_memory_is_named_and_the_step_made_as_a_start_makes_it(where, tmp_path, capsys, file):  # noqa: F811
+    train_and_fail(where, steps=6, policy=MoC(k=1), every=4)
+    store, memory = map(str, where)
+    flip_last(where[0] / "step_00000004" / file)
+    code, facts = answer(capsys, "verify", store, "--directory", memory)
+    assert (code, facts["usable"]) == (1, ["step_00000006"])
+    assert [damage for damage in facts["damages"] if damage.startswith(f"step_00000004/{file}")] == facts["damages"]
+    assert main(["verify", store, "--directory", memory]) == 1
+    out = capsys.readouterr().out
+    assert f"damaged: step_00000004/{file}" in out
+    assert "step_00000006 can be made of what is undamaged, with 6 experts older than that" in out
+    target = tmp_path / "weights"
+    assert main(["export", store, "--directory", memory, "--to", "safetensors", "-o", str(target)]) == 0
+    assert "step 6 (step_00000006), of which 6 experts are older than that" in capsys.readouterr().err
+    exported = json.loads((target / "checkpoint.json").read_text())["expert_versions"]
+    with life(where, MoC(k=1)) as second:
+        versions = come_back(second)[0].versions
+    assert exported == {op: step for op, step in versions.items() if op.startswith("expert/")}
+
+
+def test_what_memory_has_itself_is_not_missed_on_storage(where, capsys):  # noqa: F811
+    train_and_fail(where, steps=2, policy=MoC(k=1))
+    flip_last(where[0] / "step_00000001" / "rank_00000_expert.safetensors")
+    assert main(["verify", str(where[0]), "--directory", str(where[1])]) == 1
+    assert "step_00000002 can be made of what is undamaged, with 6 experts older than that" in capsys.readouterr().out
+
+
+def test_a_damaged_file_beneath_memory_without_which_nothing_is_whole(where, tmp_path, capsys):  # noqa: F811
+    train_and_fail(where, steps=6, policy=MoC(k=1), every=4)
+    store, memory = map(str, where)
+    remove_slots(where[1], lambda step: step < 6)
+    flip_last(where[0] / "step_00000001" / "rank_00000_expert.safetensors")
+    code, facts = answer(capsys, "verify", store, "--directory", memory)
+    assert (code, facts["usable"]) == (1, [])
+    assert [damage.partition(",")[0] for damage in facts["damages"]] == ["step_00000001/rank_00000_expert.safetensors"]
+    assert main(["verify", store, "--directory", memory]) == 1
+    assert capsys.readouterr().out == f"damaged: {facts['damages'][0]}\n"
+    target = tmp_path / "weights"
+    assert main(["export", store, "--directory", memory, "--to", "safetensors", "-o", str(target)]) == 1
+    assert facts["damages"][0] in capsys.readouterr().err.splitlines()[-1]
+    assert not target.exists()
+
+
+def test_a_damaged_header_of_the_newest_step_is_damage(where, capsys):  # noqa: F811
+    train_and_fail(where, steps=6)
+    newest = max(where[1].rglob("*.head"), key=step_in)
+    flip_last(newest)
+    code, facts = answer(capsys, "verify", str(where[0]), "--directory", str(where[1]))
+    assert (code, facts["usable"], len(facts["damages"])) == (1, ["step_00000005"], 1)
+    assert str(newest) in facts["damages"][0]
 
 
 def test_a_step_directory_is_the_very_one_that_is_named(where, tmp_path, capsys):  # noqa: F811

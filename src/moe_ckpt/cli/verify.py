@@ -87,8 +87,8 @@ def _run_on_storage(args: argparse.Namespace, path: str) -> int:
 
 
 def _run_on_memory(args: argparse.Namespace) -> int:
-    """Verifies one checkpoint in memory, or on storage if that has it: 0 if it is whole, 1 if it is damaged."""
-    from moe_ckpt.errors import NoCheckpointError
+    """Verifies one checkpoint in memory, or on storage if that has it: 0 if all is undamaged, 1 if not."""
+    from moe_ckpt.errors import DamagedError, NoCheckpointError
     from moe_ckpt.format.manifest import step_of
     from moe_ckpt.reading.memory.memory_outside import MemoryOutside, verify_opened
     from moe_ckpt.reading.reader import StoreReader, locate
@@ -101,17 +101,21 @@ def _run_on_memory(args: argparse.Namespace) -> int:
             return _run_on_storage(args, f"{storage.root}/{stored}")
         usable: list[str] = []
         try:
-            opened = memory.opened(None if directory is None else step_of(directory), verify_opened)
-            usable.append(opened.manifest.directory)
-        except NoCheckpointError as error:
+            manifest = memory.opened(None if directory is None else step_of(directory), verify_opened).manifest
+            usable.append(manifest.directory)
+            older = f", with {manifest.stale_experts} experts older than that" if manifest.stale_experts else ""
+            outcome = f"{manifest.directory} can be made of what is undamaged{older}"
+        except (NoCheckpointError, DamagedError) as error:
             if not memory.damages:
                 raise
-            reason = str(error)
+            outcome = "" if str(error) in memory.damages else str(error)
         if args.json:
             print(json.dumps({"path": args.path, "usable": usable, "damages": memory.damages}, indent=2))
             return 1 if memory.damages else 0
         for damage in memory.damages:
             print(f"damaged: {damage}")
-        others = ", with what others hold of it" if memory.damages else ""
-        print(f"{usable[0]} in memory is undamaged{others}" if usable else reason)
+        if not memory.damages:
+            outcome = f"{usable[0]} in memory is undamaged"
+        if outcome:
+            print(outcome)
         return 1 if memory.damages else 0

@@ -15,6 +15,7 @@ from pathlib import Path
 from moe_ckpt.comm.communicator import SoloCommunicator
 from moe_ckpt.core.user_text import name_ranks
 from moe_ckpt.errors import (
+    CoverageError,
     DamagedError,
     MoECheckpointError,
     NoCheckpointError,
@@ -64,7 +65,7 @@ class MemoryOutside:
         roots: As in ``Memory(directory=...)``, of all nodes.
 
     Attributes:
-        damages: Texts on the damage that ``opened`` met.
+        damages: Texts on headers of slots that are damaged, and on the damage that ``opened`` met.
 
     Raises:
         NoCheckpointError: The directories have nothing of the store's run; the text says what they have. Or the store
@@ -82,7 +83,7 @@ class MemoryOutside:
             for run in (run for root in roots for run in sorted(user_directory(root).glob(f"{run_id}-*"))):
                 for _, _, path in rank_directories(run):
                     locks.callback(_locked(path).release)
-                    slots += _slots_of(path, reader.storage.root)
+                    slots += self._slots_of(path)
             if not slots:
                 raise NoCheckpointError(_nothing(reader, roots))
             self.memory = MemoryCheckpoints(SoloCommunicator(), _Memory(slots, run_id, model), reader)
@@ -93,6 +94,22 @@ class MemoryOutside:
 
     def __exit__(self, *_: object) -> None:
         self._locks.close()
+
+    def _slots_of(self, path: Path) -> Iterator[FoundSlot]:
+        owner, store = owner_of(path).store, self._reader.storage.root
+        if owner != store:
+            log.warning(
+                "%s was written for the store %s, and is used for %s, because it is of the same run",
+                path,
+                owner or "(unknown)",
+                store,
+            )
+        for header in sorted(path.glob("*.head")):
+            try:
+                yield FoundSlot(*Slot.open(header.with_suffix("")))
+            except (DamagedError, OSError) as error:
+                log.warning("the memory slot %s is left out: %s", header.with_suffix(""), error)
+                self.damages.append(str(error))
 
     def steps(self) -> list[int]:
         """Returns the steps that memory can give and that storage does not have, newest first."""
@@ -152,9 +169,10 @@ class MemoryOutside:
         Raises:
             NoCheckpointError: It cannot be made; says which operators lack which steps, or which slots are damaged. Or
                 storage has it.
+            DamagedError: A file on storage that memory is laid over is damaged, and without it the step is not whole.
             MoECheckpointError: As ``MemoryCheckpoints.opener``.
         """
-        requested = step
+        requested, beneath = step, None
         while True:
             checkpoint = next(
                 (candidate for candidate in self._complete() if requested in (None, candidate.step)), None
@@ -169,12 +187,18 @@ class MemoryOutside:
                 opened.reader.prove(opened.manifest)
                 verify(opened)
             except (DamagedError, StepRemovedError) as error:
+                if isinstance(error, DamagedError):
+                    self.memory.note_damage_beneath(error.path)
                 bad = self.memory.set_aside(checkpoint.directory, error)
+                of_slots = [f"{self.memory.paths[slot]} is damaged ({error})" for slot in bad or ()]
+                self.damages += [text for text in of_slots or [str(error)] if text not in self.damages]
+                beneath = beneath or (None if of_slots else error)
                 if bad is None:
                     raise
-                self.damages += [f"{self.memory.paths[slot]} is damaged ({error})" for slot in bad]
-                continue
-            return opened
+            except (CoverageError, NoCheckpointError) as error:
+                raise beneath or error from None
+            else:
+                return opened
 
     # --- why not ---
 
@@ -225,22 +249,6 @@ def _locked(path: Path) -> RankDirectory:
     if taken is None:
         raise StoreError(f"{path} is held by {said_holder(holder_of(path))}: its run is still running. End it first")
     return taken
-
-
-def _slots_of(path: Path, store: str) -> Iterator[FoundSlot]:
-    owner = owner_of(path).store
-    if owner != store:
-        log.warning(
-            "%s was written for the store %s, and is used for %s, because it is of the same run",
-            path,
-            owner or "(unknown)",
-            store,
-        )
-    for header in sorted(path.glob("*.head")):
-        try:
-            yield FoundSlot(*Slot.open(header.with_suffix("")))
-        except (DamagedError, OSError) as error:
-            log.warning("the memory slot %s is left out: %s", header.with_suffix(""), error)
 
 
 def _model_of(reader: StoreReader) -> ModelRecord:

@@ -45,7 +45,8 @@ def decided(max_in_flight, when_busy, tmp_path):
         try:
             slot = create_slot(tmp_path / "own", 4096)
             run = SimpleNamespace(settings=settings, policy=Dense())
-            tier = SimpleNamespace(pool=None, replicator=replicator, outlives_process=True)
+            files = SimpleNamespace(path=tmp_path)
+            tier = SimpleNamespace(pool=None, replicator=replicator, outlives_process=True, files=files)
             room = Room(run, tier, None, None)
             backlog = Backlog(settings, SimpleNamespace(rank=1), windows=False)
             for step in range(STEPS):

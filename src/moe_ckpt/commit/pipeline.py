@@ -25,7 +25,6 @@ from moe_ckpt.commit.room import Room
 from moe_ckpt.core.step import Contents, Facts, Step
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.memory.arena import Buffer
-from moe_ckpt.memory.limits import requires_room
 from moe_ckpt.ports import StateTensor, StepGradients, TensorSpec
 from moe_ckpt.run.context import RunContext
 from moe_ckpt.slices.assignment import ComputeTypes
@@ -79,7 +78,6 @@ class Pipeline:
         self._copier = Copier(run.on_phase, run.gate)
         self._checker = Checker(run.settings.checksum_threads or checking_threads(run.settings.local_ranks))
         threads: list[SnapshotThread] = []
-        require = None if self.memory is None else requires_room(self.memory.files.path, run.settings.local_ranks)
         try:
             resolve = SnapshotResolver(run, committer, self.tier, self._checker).resolve
             looks_gone = None if committer is None else committer.keeper.looks_gone
@@ -89,7 +87,7 @@ class Pipeline:
                 sealer = MemorySealer(run, self.memory, self.persister.submit, self._checker)
                 self.first = SnapshotThread(ThreadName.SEAL, sealer.resolve)
                 threads.append(self.first)
-            self.room = Room(run, self.tier, self.first, self.persister, require=require)
+            self.room = Room(run, self.tier, self.first, self.persister)
         except BaseException:  # no thread to be had, for instance
             for thread in threads:
                 thread.close(_IDLE_SECS)

@@ -16,6 +16,7 @@ from moe_ckpt.core.cadence import are_behind
 from moe_ckpt.core.step import Contents, Step
 from moe_ckpt.errors import HostMemoryError
 from moe_ckpt.memory.arena import Buffer
+from moe_ckpt.memory.limits import requires_room
 from moe_ckpt.policies.base import needs_of
 from moe_ckpt.run.context import RunContext
 from moe_ckpt.slices.local_state import ExpectedShare
@@ -43,23 +44,17 @@ class Room:
         tier: Lends the buffers, and keeps snapshots in them.
         first: The thread that takes each snapshot first.
         persister: The thread that writes to storage.
-        require: Called before memory is made for what survivors of a failure seal; see ``BufferPool.acquire``.
 
     Attributes:
         trouble: Why ``find`` returned no buffers; empty if the budget is used up.
+        require: Raises ``MemoryFullError`` if the machine has no room for so many bytes that survivors of a failure
+            need (``memory.limits.requires_room``); None for private memory.
     """
 
-    def __init__(
-        self,
-        run: RunContext,
-        tier: MemoryTier,
-        first: SnapshotThread,
-        persister: SnapshotThread,
-        *,
-        require: Callable[[int], None] | None = None,
-    ) -> None:
+    def __init__(self, run: RunContext, tier: MemoryTier, first: SnapshotThread, persister: SnapshotThread) -> None:
         self._run, self._settings, needs = run, run.settings, needs_of(run.policy)
-        self._pool, self._tier, self._require = tier.pool, tier, require
+        self._pool, self._tier = tier.pool, tier
+        self.require = requires_room(tier.files.path, run.settings.local_ranks) if tier.outlives_process else None
         self._first, self._persister = first, persister
         self._always_whole = not (needs.partial or needs.windows or needs.gradients)
         self._takes_long = tier.outlives_process or run.settings.pinned  # else the copying thread makes the pages
@@ -195,7 +190,7 @@ class Room:
         buffers = self._pool.take(sizes)
         if buffers is not None or not self._pool.fits(nbytes):
             return buffers
-        require = self._require if identity.parting else None
+        require = self.require if identity.parting else None
         made = self._maker.submit(partial(self._pool.acquire, sizes, require))
         secs = max(0.0, until - time.monotonic())
         if not waits and self._takes_long:

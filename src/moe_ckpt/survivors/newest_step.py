@@ -31,7 +31,6 @@ import numpy as np
 import torch
 
 from moe_ckpt.commit.persisting import SnapshotThread
-from moe_ckpt.commit.pipeline import Pipeline
 from moe_ckpt.core.placement import lends
 from moe_ckpt.core.step import Contents, Facts, SnapshotPlan, Step
 from moe_ckpt.core.tokens import NO_COUNTS, Counts
@@ -40,7 +39,6 @@ from moe_ckpt.format.shard import seal_of
 from moe_ckpt.format.slot import STATE, SlotHeader, SlotPart, encode_slot
 from moe_ckpt.ledger.freshness import UNKNOWN
 from moe_ckpt.memory.files import MemoryFiles
-from moe_ckpt.memory.limits import requires_room
 from moe_ckpt.memory.slot import Slot
 from moe_ckpt.ports import StateTensor
 from moe_ckpt.run.agreement import Deferred, StepTokens
@@ -225,7 +223,9 @@ class Survivor(NewestStep):
         if agreed and begun is not None and begun.step == step and begun.contents.is_whole(catalog.everything):
             self._wait(begun, until)
             return 0
-        _require_room(self._run, self._snapshots.pipeline)
+        require = self._snapshots.pipeline.room.require
+        if require is not None:  # room to plan this rank's share, and the one that it lends
+            require(2 * len(catalog.operators) // self._run.comm.world_size * _PLANNING_NBYTES)
 
         def begin(plan: SnapshotPlan, plain: Encode, of: int | None = None) -> Snapshot:
             applied, counted = tokens
@@ -274,13 +274,6 @@ class Survivor(NewestStep):
         if first:
             raise NotFiniteError("it", first)
         raise RuntimeError(snapshot.refused or "its slot could not be sealed; see the warning above")
-
-
-def _require_room(run: RunContext, pipeline: Pipeline) -> None:
-    """Raises ``MemoryFullError`` if there is not even room for planning this rank's share and the lent one."""
-    memory, shares = pipeline.memory, 2 * len(run.catalog.operators) // run.comm.world_size
-    if memory is not None:
-        requires_room(memory.files.path, run.settings.local_ranks)(shares * _PLANNING_NBYTES)
 
 
 def _remaining_secs(until: float) -> float:

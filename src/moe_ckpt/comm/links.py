@@ -31,32 +31,24 @@ _AT_ONCE = timedelta(milliseconds=1)
 
 
 class Links:
-    """The connections between all ranks: one gloo group. Made on all of them at the same point.
+    """The connections between all ranks: one gloo group, which one session has until ``give_back``.
 
     Args:
-        timeout: Longest wait for the other ranks to make the group.
-        group: A group that exists; None for a new one.
+        world: Of the group.
+        timeout: Longest wait for a rank.
+        number: Of the group, equal on all ranks.
+        group: Of all ranks.
 
     Attributes:
-        group: Of all ranks. A wait on it that times out closes its connections, for all of its lanes.
+        group: As given. A wait on it that times out closes its connections, for all of its lanes.
         is_sound: No operation on the group has failed or been given up on this rank.
         first_tag: First tag of this session's messages. Earlier sessions on the group had others.
-
-    Raises:
-        RuntimeError: Not all ranks came.
     """
 
-    def __init__(self, timeout: timedelta, group: dist.ProcessGroup | None = None) -> None:
-        self.is_sound = True
-        self.first_tag = 0
-        self._timeout, self._number = timeout, 0
-        self._world: _DefaultGroup | None = None
-        self.group = group or dist.new_group(backend="gloo", timeout=timeout)
-
-    def lend(self, world: _DefaultGroup, number: int) -> None:
-        """Gives the group of ``world`` to one session, until ``give_back``."""
-        self._world, self._number = world, number
-        self.first_tag = _LANES * world.opened
+    def __init__(self, world: _DefaultGroup, timeout: timedelta, number: int, group: dist.ProcessGroup) -> None:
+        self.group, self.is_sound, self.first_tag = group, True, _LANES * world.opened
+        self._world: _DefaultGroup | None = world
+        self._timeout, self._number = timeout, number
 
     def cut(self) -> None:
         """Ends every wait on the group, on all ranks, by a wait that times out: only that closes gloo's connections."""
@@ -96,14 +88,14 @@ class _DefaultGroup:
         self._name = ""
         self._offered: tuple[int, weakref.ref[Any] | None] | None = None
 
-    def begin(self, links: Links) -> None:
+    def begin(self, group: dist.ProcessGroup) -> None:
         """Has the ranks agree on a name in the store after they made the first group. The store may have entries of
         dead processes.
 
         The name is a sum over ranks, which no rank has before every other one has made the group as well.
         """
         name = torch.tensor([secrets.randbits(62) if dist.get_rank() == 0 else 0])
-        dist.all_reduce(name, group=links.group)
+        dist.all_reduce(name, group=group)
         self._name, self.opened = f"moe_ckpt/links/{int(name)}", 1
 
     @property
@@ -169,11 +161,10 @@ def take_links(timeout: timedelta) -> Links:
         _newest = _DefaultGroup(default)
     world = _newest
     taken = world.taken(timeout) if world.has_begun else None
-    links = Links(timeout, None if taken is None else taken[1])
+    group = dist.new_group(backend="gloo", timeout=timeout) if taken is None else taken[1]
     if not world.has_begun:
-        world.begin(links)
-    links.lend(world, world.opened if taken is None else taken[0])
-    return links
+        world.begin(group)
+    return Links(world, timeout, world.opened if taken is None else taken[0], group)
 
 
 def _await(store: Any, key: str, timeout: timedelta) -> None:

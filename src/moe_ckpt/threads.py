@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import logging
 import os
 import queue
 import threading
@@ -16,6 +17,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from enum import Enum
 from itertools import chain, islice
 from typing import Any, TypeVar
+
+log = logging.getLogger("moe_ckpt")
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -115,17 +118,18 @@ class TaskThread:
 
     Args:
         name: Of the thread.
-        failed: Called on the thread with what a task raised; the next one follows all the same.
+        failed: Called on the thread with what a task raised, which is logged by default; the next one follows all the
+            same.
     """
 
-    def __init__(self, name: ThreadName, failed: Callable[[Exception], None]) -> None:
+    def __init__(self, name: ThreadName, failed: Callable[[Exception], None] = log.exception) -> None:
         self._tasks: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
         self._failed = failed
         self._thread = named_thread(name, self._run)
         self._thread.start()
 
-    def put(self, task: Callable[[], object]) -> None:
-        """Returns at once; ``task`` runs when those before it are done."""
+    def put(self, task: Callable[[], object] | None) -> None:
+        """Returns at once; ``task`` runs when those before it are done. None ends the thread then."""
         self._tasks.put(task)
 
     def close(self, timeout_secs: float | None = None) -> bool:
@@ -140,3 +144,4 @@ class TaskThread:
                 task()
             except Exception as error:  # a thread's edge
                 self._failed(error)
+            del task  # what it refers to may take memory, or be a process group, which must end with its owners

@@ -14,7 +14,6 @@ and its messages arrive in the order of ranks.
 
 from __future__ import annotations
 
-import queue
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,7 +28,7 @@ import torch.distributed as dist
 
 from moe_ckpt.comm.links import Links
 from moe_ckpt.errors import PeerLostError, stale_generation
-from moe_ckpt.threads import ThreadName, named_thread
+from moe_ckpt.threads import TaskThread, ThreadName
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,6 @@ _CLOSED_BY_A_TIMEOUT = "Application timeout caused pair closure"
 """Part of the error that gloo raises in all waits of a group when one of them times out."""
 
 T = TypeVar("T")
-_Jobs = queue.SimpleQueue[Callable[[], None] | None]
 
 
 class MessageLane:
@@ -97,9 +95,7 @@ class MessageLane:
         self._waited_for: set[Future[Any]] = set()
         self._aborted: PeerLostError | None = None
         self._is_aborted = threading.Event()
-        self._jobs: _Jobs = queue.SimpleQueue()
-        self._thread = named_thread(name, _in_order, self._jobs)
-        self._thread.start()
+        self._jobs = TaskThread(name)
         weakref.finalize(self, self._jobs.put, None)
 
     def submit(self, job: Callable[[], T]) -> Future[T]:
@@ -114,7 +110,7 @@ class MessageLane:
             if self._aborted is not None:
                 raise self._aborted
             self._waited_for.add(future)
-            self._jobs.put(lambda: self._carry_out(job, future))  # locked: no job may follow the end
+            self._jobs.put(partial(self._carry_out, job, future))  # locked: no job may follow the end
         return future
 
     def _carry_out(self, job: Callable[[], T], future: Future[T]) -> None:
@@ -161,9 +157,7 @@ class MessageLane:
         """
         with self._lock:
             self._aborted = self._aborted or error
-            self._jobs.put(None)
-        self._thread.join(_IDLE_SECS)
-        return not self._thread.is_alive()
+        return self._jobs.close(_IDLE_SECS)
 
     # --- by jobs ---
 
@@ -244,14 +238,6 @@ class MessageLane:
     def _wait(self, work: dist.Work | None) -> None:
         if work is not None:  # None: this rank is not of the group
             work.wait(self._timeout)
-
-
-def _in_order(jobs: _Jobs) -> None:
-    """Runs one job after the other, until None. Keeps no reference to a process group between two jobs, since none must
-    outlive the interpreter."""
-    while (job := jobs.get()) is not None:
-        job()
-        del job
 
 
 def _chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:

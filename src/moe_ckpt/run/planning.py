@@ -22,7 +22,7 @@ from moe_ckpt.ledger.ledger import Ledger
 from moe_ckpt.policies.base import Policy, PolicyContext, needs_of
 from moe_ckpt.ports import Reading, StateTensor, TensorSpec, TrainingState
 from moe_ckpt.run.options import Settings
-from moe_ckpt.slices.assignment import ComputeTypes, coupled_operators, operator_bytes, places_of
+from moe_ckpt.slices.assignment import ComputeTypes, coupled_operators, operator_bytes
 from moe_ckpt.slices.cuts import Numbers, ranges
 
 log = logging.getLogger("moe_ckpt")
@@ -81,7 +81,7 @@ class LiveState:
         saved = plan.full, plan.memory_only, plan.compute, self._ledger.mandatory
         read: Reading | None = None  # all tensors
         if self._here is not None and sum(map(len, saved)) * _MANY < len(self._catalog.everything):
-            chosen = np.concatenate([places_of(self._catalog, operators) for operators in saved if operators])
+            chosen = np.concatenate([self._catalog.places_of(tuple(operators)) for operators in saved if operators])
             read = self._here.of(chosen)
         tensors = self._state.tensors(of=read, listed=self._described is not None)
         if self._here is None or self._here.tensors is not tensors:

@@ -21,13 +21,6 @@ ComputeTypes = Mapping[str, str]
 """Parameter -> type (as named in headers) in which kernels read it, where that is not its own."""
 
 
-def places_of(catalog: Catalog, operators: Collection[str]) -> Numbers:
-    """Returns the places of operators in the catalog, cached by tuple."""
-    if isinstance(operators, tuple):
-        return catalog.places_of(operators)
-    return np.fromiter(map(catalog.index_of.__getitem__, operators), dtype=np.int64, count=len(operators))
-
-
 def has_rows(catalog: Catalog, tensor: StateTensor | TensorSpec) -> bool:
     """True for state whose rows are those of its parameter: weights, moments, row factors; not Adam's ``step``."""
     shape = catalog.parameters[tensor.parameter]
@@ -206,7 +199,7 @@ def _unit_shares(dealt: Dealt, peers: Mapping[int, int], rank: int) -> Mapping[s
 def _bytes_of_experts(catalog: Catalog, experts: Mapping[str, int]) -> Numbers:
     """Returns the bytes of each operator of the catalog; 0 for one that is not in ``experts``."""
     sizes = np.zeros(len(catalog.operators), dtype=np.int64)
-    sizes[places_of(catalog, experts.keys())] = list(experts.values())
+    sizes[catalog.places_of(tuple(experts))] = list(experts.values())
     return sizes
 
 
@@ -246,7 +239,7 @@ class Sharder:
             compute: See there.
         """
         weights = self._weights
-        places, resting = places_of(self._catalog, operators), places_of(self._catalog, compute_only)
+        places, resting = map(self._catalog.places_of, (tuple(operators), tuple(compute_only)))
         units = self._chosen(weights.units, places)
         preload = [0] * len(self._peers)
         if weights.experts:

@@ -26,7 +26,6 @@ from moe_ckpt.slices.assignment import (
     has_rows,
     holders,
     is_weight,
-    places_of,
 )
 from moe_ckpt.slices.cuts import NBYTES, Cuts, Numbers, Shelf, SliceSource
 
@@ -77,7 +76,7 @@ class LocalState:
                 if shared and not is_weight(tensor) and not has_rows(catalog, tensor):
                     self.scattered.append((operator, span, tensor))
         self._is_local = np.zeros(len(catalog.operators), dtype=bool)
-        self._is_local[places_of(catalog, self.local_rows.keys())] = True
+        self._is_local[catalog.places_of(tuple(self.local_rows))] = True
 
     @property
     def is_crowded(self) -> bool:
@@ -98,7 +97,7 @@ class LocalState:
         catalog, described = self.catalog, self._full if compute is None else self._light
         if rank != described.rank:
             described.rank, described.cuts = rank, np.full(len(self._is_local), -1)
-        places = places_of(catalog, operators)
+        places = catalog.places_of(tuple(operators))
         places = places[self._is_local[places]]
         for at in places[described.cuts[places] < 0].tolist():
             operator = catalog.everything[at]

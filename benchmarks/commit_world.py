@@ -233,7 +233,7 @@ class Acknowledging:
     def _one(self, rank: int, share: Share, step: int, run_id: str) -> list[bytes]:
         directory, files = step_dir(step, 0), []
         for part in share.parts:
-            results = [_checksum(entry.dtype, entry.shape) for entry in part.slices.listed()]
+            results = [_checksum(entry.dtype, entry.shape) for entry in part.listed()]
             checksums = np.array(results, dtype=np.uint64)
             raw = part.head(run_id, rank, step) + seal_of(step, 0, checksums)
             path = shard_path(directory, rank, part.kind)

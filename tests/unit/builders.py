@@ -70,7 +70,7 @@ def pieces_of(local: LocalState, operators: Collection[str], dealt: WriteAssignm
 
 def entries_of(part: CompiledPart) -> tuple[SliceEntry, ...]:
     """The slices of a part, each with its byte range."""
-    return in_a_row(part.slices.listed())
+    return in_a_row(part.listed())
 
 
 def is_replay(cut: Cut) -> bool:

@@ -65,11 +65,11 @@ def test_a_part_is_checked_in_any_number_of_tasks_by_any_number_of_threads(stret
     ]
     starts = np.cumsum([0, *(len(counts) for _, counts in stretches)]).tolist()
     of_kinds = [(kind, *span) for (kind, _), span in zip(stretches, pairwise(starts), strict=True) if kind]
-    listed = SimpleNamespace(entries=entries, numbers=np.arange(len(entries)))
     asked: list[int] = []
     checker = Checker(threads)
     with mock.patch.multiple(checksums, _TASK_NBYTES=256, _WARM_NBYTES=64):
-        part = SimpleNamespace(pieces=checksums.pieces_of(ends, of_kinds), slices=listed)
+        pieces = checksums.pieces_of(ends, of_kinds)
+        part = SimpleNamespace(pieces=pieces, slices=np.arange(len(entries)), shelved=entries)
         copied = SnapshotPart(0, 0, part, torch.frombuffer(bytearray(raw or b"0"), dtype=torch.uint8))
         [(sums, first), *_] = checker.check(
             [copied, copied],

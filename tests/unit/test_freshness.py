@@ -71,7 +71,7 @@ def test_a_slice_is_compared_with_the_last_time_that_it_was_saved():
 
 def _part(kind: str, key: str, digest: int) -> SimpleNamespace:
     numbers, entries = np.zeros(1, dtype=np.int64), [SimpleNamespace(key=key, operator=GATE)]
-    part = SimpleNamespace(kind=kind, cuts=(1,), slices=SimpleNamespace(entries=entries, numbers=numbers))
+    part = SimpleNamespace(kind=kind, cuts=(1,), slices=numbers, shelved=entries)
     return SimpleNamespace(compiled=part, checksums=np.asarray([digest], dtype=np.uint64))
 
 
@@ -96,8 +96,8 @@ def test_a_sparse_window_is_stale_if_nothing_in_all_its_slots_has_changed(digest
     entries = [SimpleNamespace(key=f"optim/0/{name}/exp_avg", operator=GATE) for name in "vw"]
 
     def seen(updates: int, slot: int, digest: int) -> int:
-        slices = SimpleNamespace(entries=entries, numbers=np.full(1, slot, dtype=np.int64))
-        part = SimpleNamespace(kind="expert", cuts=(1,), slices=slices)
+        numbers = np.full(1, slot, dtype=np.int64)
+        part = SimpleNamespace(kind="expert", cuts=(1,), slices=numbers, shelved=entries)
         contents, facts = Contents((), window=WindowPlace(1, 2, slot)), SimpleNamespace(updates=updates)
         sealed = SimpleNamespace(compiled=part, checksums=np.asarray([digest], dtype=np.uint64))
         return watch.seen(SimpleNamespace(contents=contents, facts=facts, sealed=(sealed,)))

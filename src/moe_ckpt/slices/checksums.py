@@ -151,7 +151,7 @@ def _alike(of_types: Sequence[tuple[str, int, int]], first: int, stop: int) -> I
 
 def _check(part: SnapshotPart, pieces: Sequence[Piece], judged: Judged, arrive: Arrive) -> _Checked:
     """Checks slices of a part. On any thread."""
-    data, slices = part.memory.numpy().data, part.compiled.slices
+    data, compiled = part.memory.numpy().data, part.compiled
     arrive(part.number, pieces[-1].bounds[-1])
     digests, spoiled = bytearray(), ""
     for piece in pieces:
@@ -159,8 +159,8 @@ def _check(part: SnapshotPart, pieces: Sequence[Piece], judged: Judged, arrive: 
         digests += checked
         if not is_finite and not spoiled:
             ends = piece.bounds[1:]
-            numbers = slices.numbers[piece.first : piece.first + len(ends)].tolist()
-            spoiled = first_not_finite([slices.entries[number] for number in numbers], data, ends, judged)
+            numbers = compiled.slices[piece.first : piece.first + len(ends)].tolist()
+            spoiled = first_not_finite([compiled.shelved[number] for number in numbers], data, ends, judged)
     return bytes(digests), spoiled
 
 

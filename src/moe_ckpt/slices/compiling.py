@@ -35,7 +35,6 @@ from moe_ckpt.slices.cuts import (
     Cut,
     Cuts,
     Numbers,
-    Slices,
     are_distinct,
     frozen_nbytes,
     sorted_rows,
@@ -66,7 +65,8 @@ class CompiledPart:
     Attributes:
         kind: That of the shard it becomes (see ``shard_path``), ``HOST_ONLY``, ``GRADIENTS``, or ``MIRROR`` and a rank.
         joined: The cuts of the part.
-        slices: All slices, side tensors included, in the order of ``lay_out``.
+        slices: Numbers in ``shelved`` of all slices, side tensors included, in the order of ``lay_out``.
+        shelved: The slices of a shelf, without references to live memory.
         source: Rank whose share this part duplicates from this rank's state; None for this rank's own share.
         is_written: The part becomes a shard.
         is_consumed: The part has gradients, of this rank's share or of another's.
@@ -89,7 +89,7 @@ class CompiledPart:
             table = np.concatenate([table, table_of_side(side)])
         order = sorted_rows(table)
         table, numbers = table.take(order, axis=0), numbers.take(order)
-        self.slices = Slices(shelf.entries, numbers)
+        self.slices, self.shelved = numbers, shelf.entries
         self.source = int(kind.removeprefix(MIRROR)) if kind.startswith(MIRROR) else None
         self.is_written = kind not in (HOST_ONLY, GRADIENTS) and self.source is None
         self.is_consumed = len(numbers) > 0 and shelf.entries[numbers[0]].key.startswith(GRADIENT)
@@ -108,6 +108,10 @@ class CompiledPart:
     def cuts(self) -> Sequence[Cut]:
         return self.joined.listed()
 
+    def listed(self) -> list[SliceEntry]:
+        """Returns all slices, in their order."""
+        return list(map(self.shelved.__getitem__, self.slices.tolist()))
+
     def side_entries(self) -> list[SliceEntry]:
         """Returns the slices that ``side`` names, each with its byte range."""
         numbered = zip(self.side, self.given_side, strict=True)
@@ -121,7 +125,7 @@ class CompiledPart:
     @cached_property
     def names(self) -> Numbers:
         """``[n]`` digests of the names of the slices."""
-        return digests_of([entry.name for entry in self.slices.listed()])
+        return digests_of([entry.name for entry in self.listed()])
 
     @cached_property
     def pieces(self) -> Sequence[Sequence[Piece]]:
@@ -146,7 +150,7 @@ class CompiledPart:
         """
         if self._head is not None:
             return self._head
-        entries = self.slices.listed()
+        entries = self.listed()
         if not are_distinct(self._table):
             require_distinct(rank, step, entries)
         head = head_of(run_id, rank, entries, self.ends.tolist())

@@ -250,25 +250,6 @@ def no_cuts() -> Cuts:
     return Cuts(Shelf(), np.zeros(0, dtype=np.int64))
 
 
-@dataclass(frozen=True, eq=False)
-class Slices:
-    """The slices of a part in their order, without references to live memory.
-
-    Attributes:
-        entries: Of a shelf.
-        numbers: Of the slices among ``entries``.
-    """
-
-    entries: list[SliceEntry]
-    numbers: Numbers
-
-    def __len__(self) -> int:
-        return len(self.numbers)
-
-    def listed(self) -> list[SliceEntry]:
-        return list(map(self.entries.__getitem__, self.numbers.tolist()))
-
-
 def table_of_side(entries: Sequence[SliceEntry]) -> Table:
     """Returns the table of side tensors, which have no live memory."""
     places = {key: at for at, key in enumerate(sorted({entry.key for entry in entries}))}

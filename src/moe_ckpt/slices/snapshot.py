@@ -317,7 +317,7 @@ class FreshnessWatch:
         updates, window = snapshot.facts.updates, snapshot.contents.window
         parts = [(part.compiled, part.checksums) for part in snapshot.sealed or () if part.compiled.cuts]
         verdict = of_all(
-            self._checksums.seal(part.slices.entries, part.slices.numbers, checksums, updates)
+            self._checksums.seal(part.shelved, part.slices, checksums, updates)
             for part, checksums in parts
             if part.kind != GRADIENTS
         )

@@ -21,8 +21,8 @@ from moe_ckpt.gradient_log.recording import RunLog
 from moe_ckpt.gradient_log.units import Unit, UnitBlock
 from moe_ckpt.ledger.coverage import Box
 from moe_ckpt.megatron.blocks import placed_blocks
-from moe_ckpt.megatron.inventory import LiveParameter, ModelInventory, has_unread, unwrapped
-from moe_ckpt.megatron.optimizers import MASTER, StateSlot, inner_optimizers, leaves, slots
+from moe_ckpt.megatron.inventory import ModelInventory, has_unread, unwrapped
+from moe_ckpt.megatron.optimizers import MASTER, inner_optimizers, leaves, slots
 from moe_ckpt.stopwatch import Stopwatch
 
 _ELEMENTWISE = ("FusedAdam", "FusedSGD")
@@ -104,21 +104,13 @@ class _ShardUnits:
             dtype=str(updated.dtype).removeprefix("torch."),
             shape=tuple(updated.shape),
             stride=tuple(updated.stride()),
-            pieces=tuple(_pieces(live, slot, start, stop)),
+            pieces=tuple(
+                UnitBlock(part.name, Box(placed.offsets, placed.shape), placed.stride, placed.first)
+                for part in live.parts
+                for placed in placed_blocks(part, start, stop)
+            ),
             stored="" if slot.master is None else MASTER,
         )
-
-
-def _pieces(live: LiveParameter, slot: StateSlot, start: int, stop: int) -> Iterator[UnitBlock]:
-    """Yields the blocks in elements ``[start, stop)`` of a parameter, which are contiguous in the updated tensor."""
-    for part in live.parts:
-        # Without a range ``placed_blocks`` counts from the part's own first element.
-        low = start if slot.range is not None else part.start
-        memory = torch.empty(live.parameter.numel(), device="meta")[low - start :]  # from the unit's first element on
-        for placed in placed_blocks(part, low, min(stop, part.stop)):
-            block = placed.view(memory)
-            box = Box(placed.offsets, tuple(block.shape))
-            yield UnitBlock(part.name, box, tuple(block.stride()), int(block.storage_offset()))
 
 
 def loop_log(inventory: ModelInventory, optimizer: Any, chunks: Sequence[Any], driver: Driver) -> RunLog:

@@ -71,18 +71,14 @@ class Placed:
     Attributes:
         offsets: Of the block in the whole tensor.
         shape: Of the block.
-        first: First element of a row-major array in the range.
-        memory_shape: Of that array.
-        narrow: (start, length) of the block along each axis of the array.
-        order: Permutation of the array's axes that gives the block.
+        first: First element of the block in the range.
+        stride: Strides of the block, in elements.
     """
 
     offsets: Shape
     shape: Shape
     first: int
-    memory_shape: Shape
-    narrow: tuple[tuple[int, int], ...]
-    order: Shape
+    stride: Shape
 
     def view(self, flat: Any) -> Any:
         """Returns the view of the block, in the orientation of the whole tensor.
@@ -90,10 +86,7 @@ class Placed:
         Args:
             flat: The range of memory, a tensor.
         """
-        array = flat[self.first : self.first + prod(self.memory_shape)].view(self.memory_shape)
-        for axis, (start, length) in enumerate(self.narrow):
-            array = array.narrow(axis, start, length)
-        return array.permute(self.order)
+        return flat.as_strided(self.shape, self.stride, flat.storage_offset() + self.first)
 
 
 def straight(shape: Shape) -> tuple[Axis, ...]:
@@ -143,16 +136,15 @@ def _inner(shape: Shape, index: int, start: int, stop: int) -> Iterator[tuple[in
 def _split(part: BlockPart, first: int, corner: Shape, shape: Shape) -> Iterator[Placed]:
     """Yields the parts of one block of memory, which is cut where segments of its axes end."""
     cuts = [_overlaps(axis, low, low + size) for axis, low, size in zip(part.axes, corner, shape, strict=True)]
-    order = tuple(sorted(range(len(part.axes)), key=lambda axis: part.axes[axis].target))
+    strides = [prod(shape[axis + 1 :]) for axis in range(len(shape))]
+    order = sorted(range(len(shape)), key=lambda axis: part.axes[axis].target)
     for chosen in product(*cuts):
-        narrow = tuple((low - begin, length) for (low, length, _), begin in zip(chosen, corner, strict=True))
+        skipped = ((low - begin) * step for (low, _, _), begin, step in zip(chosen, corner, strides, strict=True))
         yield Placed(
             tuple(chosen[axis][2] for axis in order),
             tuple(chosen[axis][1] for axis in order),
-            first,
-            shape,
-            narrow,
-            order,
+            first + sum(skipped),
+            tuple(strides[axis] for axis in order),
         )
 
 

@@ -9,6 +9,7 @@ memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import groupby
 from typing import NamedTuple
 
 import numpy as np
@@ -30,19 +31,6 @@ class Group(NamedTuple):
 
     ranks: tuple[int, ...]
     slices: tuple[int, ...]
-
-
-class Chunk(NamedTuple):
-    """Slices that follow one another, and that one rank reads.
-
-    Attributes:
-        reader: The rank.
-        first, end: Number of the first slice, and of the first one after the chunk.
-    """
-
-    reader: int
-    first: int
-    end: int
 
 
 Hop = tuple[int, int]
@@ -147,6 +135,10 @@ def readers_of(sizes: Sequence[int], ranks: Sequence[int], most_nbytes: int) -> 
     return readers
 
 
+Chunk = tuple[int, list[int]]
+"""(reader, numbers of slices that follow one another, and that it reads)."""
+
+
 def rounds_of(sizes: Sequence[int], readers: Sequence[int], most_nbytes: int) -> list[list[Chunk]]:
     """Returns the rounds of a handover, each in chunks of one reader.
 
@@ -155,16 +147,10 @@ def rounds_of(sizes: Sequence[int], readers: Sequence[int], most_nbytes: int) ->
         readers: The rank that reads each slice.
         most_nbytes: The most bytes of a round, unless one slice is larger.
     """
-    rounds = []
-    for first, end in _bounded(sizes, most_nbytes):
-        chunks = [Chunk(readers[first], first, first + 1)]
-        for at in range(first + 1, end):
-            if readers[at] == chunks[-1].reader:
-                chunks[-1] = chunks[-1]._replace(end=at + 1)
-            else:
-                chunks.append(Chunk(readers[at], at, at + 1))
-        rounds.append(chunks)
-    return rounds
+    return [
+        [(reader, list(numbers)) for reader, numbers in groupby(range(first, end), readers.__getitem__)]
+        for first, end in _bounded(sizes, most_nbytes)
+    ]
 
 
 def _least(loads: Mapping[int, int]) -> int:

@@ -215,10 +215,10 @@ class _Group:
         sizes, readers = [tensor.nbytes for tensor in slices], [self.readers[tensor] for tensor in slices]
 
         def part_of(chunk: Chunk) -> _Part:
+            reader, numbers = chunk
             # The ranks of another node take turns in receiving from the reader.
-            relay = lambda members: members[chunk.first % len(members)]  # noqa: E731
-            route = route_of(chunk.reader, self.ranks, self.nodes, relay)
-            return _Part(chunk.reader, slices[chunk.first : chunk.end], route)
+            route = route_of(reader, self.ranks, self.nodes, lambda members: members[numbers[0] % len(members)])
+            return _Part(reader, [slices[number] for number in numbers], route)
 
         return [list(map(part_of, chunks)) for chunks in rounds_of(sizes, readers, RUN_NBYTES)]
 

@@ -7,6 +7,7 @@ so no pickle.
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import struct
@@ -14,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -280,6 +281,16 @@ def largest(comm: Communicator, numbers: Sequence[int]) -> list[int]:
     """Returns the maximum over ranks of each number. A collective of the training thread."""
     _, maxima = comm.agree(np.zeros(0, dtype=np.int64), np.asarray(numbers, dtype=np.int64))
     return [int(number) for number in maxima]
+
+
+def answers_of(comm: Communicator, answer: Any) -> list[Any]:
+    """Returns what each rank answered, in the order of the ranks. A collective of the training thread.
+
+    Args:
+        comm: The ranks.
+        answer: This rank's: plain data, or a record, which arrives as a dict.
+    """
+    return [json.loads(raw) for raw in comm.everyone(json.dumps(answer, default=vars).encode())]
 
 
 def make_communicator(timeout_secs: float, *, late: bool = False) -> SoloCommunicator | GlooCommunicator:

@@ -8,7 +8,6 @@ them to storage. Rank 0 commits when all shares are written.
 
 from __future__ import annotations
 
-import json
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +18,7 @@ from typing import NamedTuple, TypeVar
 import torch
 import xxhash
 
+from moe_ckpt.comm.communicator import answers_of
 from moe_ckpt.commit.keeping import StoreContents
 from moe_ckpt.core.step import Tier
 from moe_ckpt.errors import CoverageError, NoCheckpointError, NotFiniteError, StoreInUseError, UnsupportedError
@@ -69,8 +69,8 @@ class WrittenShare(NamedTuple):
         nbytes: Bytes of files and state.
     """
 
-    files: bytes
-    state: bytes
+    files: str
+    state: str
     nbytes: int
 
 
@@ -239,10 +239,8 @@ def densify_together(
         return {rank: write_made_share(storage, maker, rank, device, lambda nbytes, what: None) for rank in mine}
 
     written = together(comm, lambda: _usable(manifest, write))
-    mine_written = {rank: (share.files.decode(), share.state.decode(), share.nbytes) for rank, share in written.items()}
-    answers = map(json.loads, comm.everyone(json.dumps(mine_written).encode()))
-    facts = {int(rank): columns for answer in answers for rank, columns in answer.items()}
-    shares = [WrittenShare(files.encode(), state.encode(), n) for _, (files, state, n) in sorted(facts.items())]
+    of_ranks = {int(rank): columns for answer in answers_of(comm, written) for rank, columns in answer.items()}
+    shares = [WrittenShare(*of_ranks[rank]) for rank in everyone]
 
     def commit() -> str:
         return commit_made(storage, manifest, shares, maker.parent).directory
@@ -289,8 +287,8 @@ def write_made_share(
     )
     path = state_path(of.directory, rank)
     write_named(storage, path, [state])
-    rows = b"".join(map(file_row, files)), state_row(StateRecord(path, len(state), digest(state), rank))
-    return WrittenShare(*rows, len(state) + sum(file.nbytes for file in files))
+    rows, row = b"".join(map(file_row, files)), state_row(StateRecord(path, len(state), digest(state), rank))
+    return WrittenShare(rows.decode(), row.decode(), len(state) + sum(file.nbytes for file in files))
 
 
 def _write_shard(
@@ -319,8 +317,8 @@ def commit_made(storage: Storage, of: Manifest, shares: Sequence[WrittenShare], 
     """
     record, raw = encode_part(
         *(of.run_id, of.step, of.generation, of.world_size),
-        files=b"".join(share.files for share in shares),
-        states=b"".join(share.state for share in shares),
+        files="".join(share.files for share in shares).encode(),
+        states="".join(share.state for share in shares).encode(),
         operators=Fragment(sorted(of.operators)),
     )
     write_named(storage, record.path, [raw])

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 import torch
 import xxhash
 
+from moe_ckpt.comm.communicator import answers_of
 from moe_ckpt.errors import DamagedError, ReplayDivergedError
 from moe_ckpt.format.shard import TORCH_DTYPES, dtype_name
 from moe_ckpt.localized.log_files import SEND, Channel, Message, SealedLog
@@ -76,8 +77,8 @@ class LogExchange:
             if head.world_size == comm.world_size and head.generation in lives and head.step in steps:
                 mine[head.rank, head.step] = sealed
         keys = [[*key, sealed.header.generation, sealed.header.history] for key, sealed in mine.items()]
-        answers = enumerate(comm.everyone(json.dumps(keys).encode()))
-        every: list[tuple[int, ...]] = [(holder, *entry) for holder, raw in answers for entry in json.loads(raw)]
+        answers = enumerate(answers_of(comm, keys))
+        every: list[tuple[int, ...]] = [(holder, *entry) for holder, entries in answers for entry in entries]
         _, self.history = max(((generation, history) for *_, generation, history in every), default=(0, 0))
         best: dict[tuple[int, int], tuple[int, int]] = {}
         for holder, writer, step, generation, history in every:
@@ -102,7 +103,7 @@ class LogExchange:
         comm = self._comm
         packed = together(comm, self._packed)
         sizes = {rank: [tensor.numel() for tensor in tensors] for rank, tensors in packed.items()}
-        sizes_by_holder = [json.loads(raw) for raw in comm.everyone(json.dumps(sizes).encode())]
+        sizes_by_holder = answers_of(comm, sizes)
         # No rank waits for the bytes of one that has no memory for them.
         expected = together(comm, lambda: self._room_for(sizes_by_holder))
         comm.swap(packed, expected)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import json
 import logging
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -26,6 +25,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
+from moe_ckpt.comm.communicator import answers_of
 from moe_ckpt.errors import ConfigError, UnsupportedError
 from moe_ckpt.megatron.checkpoint import MegatronCheckpoint, end_iteration
 from moe_ckpt.megatron.compat import changed, megatron_core
@@ -245,8 +245,8 @@ class LateValidation:
             progress: That position.
         """
         is_due = bool(progress.counters.get(DUE, False))
-        position = json.dumps([progress.iteration, is_due, getattr(settings, "consumed_valid_samples", 0)]).encode()
-        everyone = [json.loads(raw) for raw in ckpt.session.comm.everyone(position)]
+        position = [progress.iteration, is_due, getattr(settings, "consumed_valid_samples", 0)]
+        everyone = answers_of(ckpt.session.comm, position)
         late = [(iteration, consumed) for iteration, is_due_there, consumed in everyone if is_due_there]
         self.iteration, consumed = max(late, default=(None, 0))
         if progress.iteration == self.iteration:

@@ -9,7 +9,6 @@ At the beginning (``open_replication``) all ranks agree on their nodes, on who h
 
 from __future__ import annotations
 
-import json
 import logging
 import queue
 import secrets
@@ -22,6 +21,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from moe_ckpt.comm.communicator import answers_of
 from moe_ckpt.core.user_text import name_ranks
 from moe_ckpt.errors import ConfigError, StoreError
 from moe_ckpt.memory.directory import node_of
@@ -399,7 +399,7 @@ def open_replication(
     except OSError as error:
         trouble = trouble or f"rank {comm.rank} cannot take copies of peers: {error}"
     try:
-        ranks = [json.loads(raw) for raw in comm.everyone(json.dumps({**announced, "trouble": trouble}).encode())]
+        ranks = answers_of(comm, {**announced, "trouble": trouble})
         if problem is not None:
             raise problem
         placement = _placement(ranks, memory.replicas)

@@ -8,7 +8,6 @@ attempt.
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -17,7 +16,7 @@ from functools import partial
 import numpy as np
 import torch
 
-from moe_ckpt.comm.communicator import largest
+from moe_ckpt.comm.communicator import answers_of, largest
 from moe_ckpt.errors import DamagedError, NoCheckpointError, NotFiniteError, OtherLayoutError, StoreUnreadableError
 from moe_ckpt.format.manifest import KEEP_NAME, Manifest, age_of
 from moe_ckpt.format.shard import TORCH_DTYPES
@@ -211,8 +210,7 @@ class _PassedOver:
         """
         if not self._any or beneath is None:  # alike on every rank
             return []
-        of_ranks = self._comm.everyone(json.dumps(sorted(self._damaged)).encode())
-        return sorted({path for raw in of_ranks for path in json.loads(raw)} & beneath.paths)
+        return sorted(beneath.paths & set().union(*answers_of(self._comm, sorted(self._damaged))))
 
     def require_new(self, stored: Sequence[str], root: str) -> None:
         """Raises unless a new run may begin: storage has nothing, and the model is as the script made it.

@@ -8,12 +8,12 @@ verified and restored like any other. A damaged slot is excluded, and another so
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from moe_ckpt.comm.communicator import answers_of
 from moe_ckpt.core.operators import EXPERT
 from moe_ckpt.core.step import Facts, Tier
 from moe_ckpt.core.tokens import TokenBook, window_began
@@ -100,7 +100,7 @@ class MemoryCheckpoints:
         shares = [vars(share) for share in shares_of(self._slots, comm.rank, tier.node)]
         listed, problem = tried(reader.directories) if comm.rank == 0 else ({}, None)
         here = [listed, [str(slot.slot.path) for slot in self._slots], shares]
-        ranks = [json.loads(raw) for raw in comm.everyone(json.dumps(here, default=vars).encode())]
+        ranks = answers_of(comm, here)
         self.stored: list[str] = accepted(ranks[0][0], problem, f"list the store {reader.storage.root}")
         self.shares: list[Share] = []
         self.paths: dict[tuple[int, int], str] = {}
@@ -189,8 +189,7 @@ class MemoryCheckpoints:
         path = problem.path if isinstance(problem, DamagedError) else ""
         share = self.used.get(path)
         mine = [] if share is None else [share.holder, share.number]
-        answer = json.dumps([mine, self._bad_base, "" if problem is None else str(problem)]).encode()
-        answers = [json.loads(raw) for raw in self._comm.everyone(answer)]
+        answers = answers_of(self._comm, [mine, self._bad_base, "" if problem is None else str(problem)])
         if self._comm.rank == 0:
             say_unusable(directory, [reason for _, _, reason in answers])
         self._bad_base = ""

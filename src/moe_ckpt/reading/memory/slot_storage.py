@@ -6,7 +6,6 @@ before anything reads them.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from moe_ckpt.comm.communicator import answers_of
 from moe_ckpt.core.operators import EXPERT
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.errors import DamagedError
@@ -133,8 +133,7 @@ class SlotStorage:
                     self._fetched.setdefault(path, []).append((begin, torch.empty(end - begin, dtype=torch.uint8)))
         except Exception as error:  # raised once the other ranks, which wait for this one, know
             problem = error
-        answer = json.dumps([self.node, None if problem else asked]).encode()
-        requests = [json.loads(raw) for raw in self.comm.everyone(answer)]
+        requests = answers_of(self.comm, [self.node, None if problem else asked])
         for rank, (_, runs) in enumerate(requests):
             if runs is None:
                 raise NotUsableError(STOPS, rank, problem)

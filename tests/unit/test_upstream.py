@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import stat
 import threading
 import time
@@ -19,7 +18,7 @@ from moe_ckpt import Memory, attach
 from moe_ckpt.comm.communicator import GlooCommunicator, SoloCommunicator
 from moe_ckpt.errors import ConfigError, DamagedError, PeerLostError, ReplayDivergedError
 from moe_ckpt.format.sealed import seal
-from moe_ckpt.localized import exchange, recording
+from moe_ckpt.localized import exchange, log_files, recording
 from moe_ckpt.localized.boundary import Boundary
 from moe_ckpt.localized.exchange import Answers, LogExchange, is_for
 from moe_ckpt.localized.log_files import SEND, Channel, LogHeader, Message, decode_log, encode_log, sealed_logs
@@ -141,7 +140,7 @@ def test_a_full_memory_ends_the_log_and_not_training(log, tmp_path, caplog, monk
     def full(*_: object) -> int:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(os, "pwrite", full)
+    monkeypatch.setattr(log_files, "write_all", full)
     one_step(log, 1, (TO_NEXT, torch.ones(10)))
     one_step(log, 2, (TO_NEXT, torch.ones(10)))
     log.close()

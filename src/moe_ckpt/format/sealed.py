@@ -212,6 +212,11 @@ def parse_json(raw: Chunk, path: str, what: str = "it") -> Any:
     return parsed
 
 
+def with_tuples(value: Any) -> Any:
+    """Returns what JSON gave, with tuples in place of lists."""
+    return tuple(map(with_tuples, value)) if isinstance(value, list) else value
+
+
 def _refuse(name: str) -> Any:
     raise ValueError(f"{name} is no JSON number: all must be finite")
 

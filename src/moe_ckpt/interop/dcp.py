@@ -96,21 +96,14 @@ class MoEStorageReader(StorageReader):
     def __init__(
         self, path: str | os.PathLike[str] | None = None, model: str = "model", optimizer: str = "optim"
     ) -> None:
-        self._path = path
-        self._names = (model, optimizer)
-        self._forget()
-        if path is not None:
-            self._open()
+        self._path, self._names = path, (model, optimizer)
+        self.reset()
 
-    def _forget(self) -> None:
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        self._path = self._path if checkpoint_id is None else checkpoint_id
         self._checkpoint: WholeCheckpoint | None = None
         self._slices: dict[tuple[str, tuple[int, ...]], StoredSlice] = {}
         self._values: dict[str, Any] = {}
-
-    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        if checkpoint_id is not None:
-            self._path = checkpoint_id
-        self._forget()
         if self._path is not None:
             self._open()
 

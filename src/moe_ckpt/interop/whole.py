@@ -15,6 +15,7 @@ import torch
 from moe_ckpt.errors import DamagedError, NoCheckpointError
 from moe_ckpt.format.contents import made
 from moe_ckpt.format.manifest import Manifest, state_path
+from moe_ckpt.modeling.module_state import joined
 from moe_ckpt.reading.index import split_key
 from moe_ckpt.reading.reader import StoreReader, require_dense
 
@@ -152,13 +153,9 @@ def _tensors(plain: Mapping[str, Any]) -> dict[str, Any]:
 def _extras(plain: Mapping[str, Any]) -> dict[str, Any]:
     extras = _tensors(plain)
     for module, values in plain.get("own_state", {}).items():
-        extras.update({_joined(module, name): value for name, value in values.items()})
-    extras.update({_joined(module, "_extra_state"): value for module, value in plain.get("extra_state", {}).items()})
+        extras.update({joined(module, name): value for name, value in values.items()})
+    extras.update({joined(module, "_extra_state"): value for module, value in plain.get("extra_state", {}).items()})
     return extras
-
-
-def _joined(module: str, name: str) -> str:
-    return f"{module}.{name}" if module else name
 
 
 # --- as the dict that Lightning would have saved; only its layout is known here ---

@@ -26,7 +26,7 @@ from moe_ckpt.format.sealed import encode_document, unseal
 from moe_ckpt.format.shard import MAX_HEADER_BYTES, TORCH_DTYPES, dtype_name, itemsize
 from moe_ckpt.memory.arena import FULL
 from moe_ckpt.memory.directory import MESSAGES_SUFFIX, SEALED_SUFFIX, log_path
-from moe_ckpt.storage.local import PRIVATE, read_up_to
+from moe_ckpt.storage.local import PRIVATE, read_up_to, write_all
 
 log = logging.getLogger("moe_ckpt")
 
@@ -224,16 +224,13 @@ class LogWriter:
         raw = tensor.reshape(-1).view(torch.uint8).numpy().data
         checksum = xxhash.xxh3_64_hexdigest(raw)
         try:
-            at = 0
-            while at < len(raw):
-                at += os.pwrite(self._descriptor, raw[at:], self.nbytes + at)
+            self.nbytes += write_all(self._descriptor, raw)
         except OSError as error:
             if error.errno in FULL:
                 free = shutil.disk_usage(self._path.parent).free
                 raise MemoryFullError(str(self._path.parent), len(raw), free) from error
             raise
         self._messages.append(Message(channel, number, dtype_name(tensor.dtype), tuple(tensor.shape), checksum))
-        self.nbytes += len(raw)
 
     def seal(self, header: LogHeader) -> None:
         """Seals the log of a step that has ended: from now on later processes may read it.

@@ -36,6 +36,7 @@ from moe_ckpt.core.operators import (
 )
 from moe_ckpt.core.placement import Placement
 from moe_ckpt.errors import ConfigError, CoverageError, UnsupportedError
+from moe_ckpt.format.sealed import with_tuples
 from moe_ckpt.megatron.compat import megatron_core
 from moe_ckpt.ports import Communicator
 from moe_ckpt.reading.together import by_rank_zero
@@ -90,13 +91,8 @@ class Holding:
 
     @classmethod
     def decode(cls, raw: bytes) -> Holding:
-        stage, layers, rows, expert_rank, updates = _tuples(json.loads(raw))
+        stage, layers, rows, expert_rank, updates = with_tuples(json.loads(raw))
         return cls(stage, layers, tuple(HeldTensor(*row) for row in rows), expert_rank, updates)
-
-
-def _tuples(value: Any) -> Any:
-    """Returns JSON with tuples in place of lists."""
-    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def exchange(holding: Holding, comm: Communicator) -> World:

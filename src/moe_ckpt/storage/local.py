@@ -373,14 +373,14 @@ def create_file(
     descriptor = access.create(path, os.O_WRONLY | os.O_EXCL)
     # Leaving the block closes the file, which is where network filesystems report late write errors.
     with os.fdopen(descriptor, "wb", buffering=0):
-        nbytes = sum(_write_all(descriptor, chunk) for chunk in chunks)
+        nbytes = sum(write_all(descriptor, chunk) for chunk in chunks)
         on_phase("fsync")
         os.fsync(descriptor)
     return nbytes
 
 
-def _write_all(descriptor: int, chunk: Chunk) -> int:
-    """Write the whole chunk: a write may take fewer bytes than it was given."""
+def write_all(descriptor: int, chunk: Chunk) -> int:
+    """Writes the whole chunk: a write may take fewer bytes than it was given. Returns its size in bytes."""
     with memoryview(chunk) as whole:
         if not whole.nbytes:
             return 0

@@ -14,7 +14,7 @@ from moe_ckpt.core.step import Contents, Facts, Step
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.errors import DamagedError
 from moe_ckpt.format.manifest import FileRecord, Manifest, OperatorRecord, StateRecord, kind_of, shard_path, state_path
-from moe_ckpt.format.sealed import digest, encode_json
+from moe_ckpt.format.sealed import digest, encode_json, with_tuples
 from moe_ckpt.format.shard import ShardHeader, decode_header
 from moe_ckpt.format.slot import GRADIENTS as GRADIENTS_ALONE
 from moe_ckpt.format.slot import STATE, TENSORS, SlotHeader, SlotPart, decoded, encoded
@@ -303,9 +303,5 @@ def shares_of(slots: Sequence[FoundSlot], holder: int, node: str) -> list[Share]
 
 def share_of(fields: Mapping[str, Any]) -> Share:
     """Returns a share of which another rank sent the fields as JSON, which has no tuples."""
-
-    def tuples(value: Any) -> Any:
-        return tuple(map(tuples, value)) if isinstance(value, list) else value
-
-    shared = {name: tuples(value) for name, value in fields.items()}
+    shared = {name: with_tuples(value) for name, value in fields.items()}
     return Share(**{**shared, "identity": Step(**fields["identity"])})

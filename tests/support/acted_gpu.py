@@ -203,7 +203,7 @@ class ActedGPU(TorchFunctionMode):
         grouped = self._grouping(torch._C._group_tensors_by_device_and_dtype)
         self._stack.enter_context(mock.patch.object(torch._C, "_group_tensors_by_device_and_dtype", grouped))
         self._stack.enter_context(mock.patch.object(ActedGPU, "active", self))
-        self._stack.enter_context(mock.patch.object(torch.Tensor, "record_stream", lambda tensor, stream: None))
+        self._stack.enter_context(mock.patch.object(torch.Tensor, "record_stream", return_value=None))
         self._stack.enter_context(mock.patch.object(ctypes, "CDLL", self._library(ctypes.CDLL)))
         self._stack.enter_context(_Kernels(self))
         return super().__enter__()

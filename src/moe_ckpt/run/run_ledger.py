@@ -221,8 +221,10 @@ class RunLedger:
         self.activity.add(applied if assigned is None else assigned, soft)
 
     def likely(self, step: int) -> Counts:
-        """Returns an estimate of the tokens ``[L, E]`` of ``step``, on which the ranks have not agreed yet: those of the
-        step before, or the mean if that is more."""
+        """Returns an estimate of the tokens ``[L, E]`` of ``step``, on which the ranks have not agreed yet.
+
+        These are the tokens of the step before, or the mean of all steps if that is more.
+        """
         return np.maximum(self._newest_applied, -(-self.tokens.applied // max(1, step - 1)))
 
     def exact(self, step: int) -> None:

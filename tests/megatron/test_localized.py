@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import random
 import re
 import shutil
@@ -36,11 +37,14 @@ from tests.megatron.exactness import (
     uninterrupted,
 )
 from tests.megatron.test_exact import PIPELINE_EXPERTS, SHARDED
+from tests.support import megatron_gpt
 from tests.support.megatron_gpt import Setup
 from tests.support.megatron_run import Journal
+from tests.support.processes import start_ranks
 from tests.support.tensor_reads import tensor_bytes_read
 from tests.support.verifying import verify_store
 
+WARM = "tests.support.megatron_warm"
 RARELY = {"storage_every": 1000, "upstream_bytes": 1 << 24}
 WINDOWS = ("MoEvement", {"window": 3})
 
@@ -390,6 +394,52 @@ def test_after_a_recovery_that_diverged_all_go_back_at_the_next_start(change, tm
     why = "what some stages computed again, at a start since, was not what it had been the first time"
     assert f"but all go back: {why}" in ended.said
     assert list((tmp_path / "memory").rglob("diverged")) == []
+
+
+def skipping(rank: int, world_size: int, root: str, skipped: int, dies: int) -> tuple[list[int], str]:
+    """Returns the iterations that one life computed, and its error. Rank 1 is killed in iteration ``dies``."""
+    from moe_ckpt import Memory, megatron, policies
+
+    built, computed = megatron_gpt.build(Setup(layers=2, pp=2, num_microbatches=2, experts=4), 1), []
+    memory = Memory(directory=f"{root}/memory", **RARELY)
+    with megatron.attach(
+        *(built.chunks, built.optimizer, built.scheduler),
+        policy=policies.Dense(every_n_steps=4),
+        dirpath=f"{root}/store",
+        memory=memory,
+        when_busy="wait",
+        timeout_secs=30.0,
+    ) as ckpt:
+        progress = ckpt.resume()
+        built.consumed_samples = progress.consumed_samples
+        try:
+            for iteration in range(progress.iteration + 1, 11):
+                if iteration == skipped:
+                    ckpt.skip(iteration, built.consumed_samples)
+                    continue
+                megatron_gpt.forward_backward(built, iteration - 1)
+                if (rank, iteration) == (1, dies):
+                    os.kill(os.getpid(), signal.SIGKILL)
+                ckpt.before_step()
+                made, _ = megatron_gpt.update(built)
+                ckpt.after_step(iteration, consumed_samples=built.consumed_samples, updated=made)
+                computed.append(iteration)
+            ckpt.finish()
+        except Exception as error:
+            ckpt.close(10.0, error)
+            return computed, str(error)
+    return computed, ""
+
+
+def test_an_iteration_that_is_skipped_now_and_was_computed_then_lets_all_go_back(tmp_path):
+    """Somebody takes it for what ended the job. Its log must not answer for the next one."""
+    (tmp_path / "memory").mkdir()
+    lives = [start_ranks(skipping, 2, str(tmp_path), *life, preload=WARM) for life in ((0, 8), (6, 0), (6, 0))]
+    assert lives[0][1].exitcode == -signal.SIGKILL
+    computed, error = lives[1][1].value
+    assert computed == [5]
+    assert "step 6 again did not repeat it: it is skipped now, and was computed then" in error
+    assert [outcome.value for outcome in lives[2]] == [([5, 7, 8, 9, 10], "")] * 2
 
 
 def test_what_two_stages_share_is_lost_with_the_one_that_sealed_it(tmp_path):

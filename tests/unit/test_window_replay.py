@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from moe_ckpt.errors import ReplayDivergedError
+from moe_ckpt.recovery.replay import StepReplay
 from moe_ckpt.windows.replay import WindowReplay
 
 
@@ -66,3 +67,12 @@ def test_a_step_that_is_another_is_no_step_of_the_window():
         window.skip(6)
     with pytest.raises(ReplayDivergedError, match="the random numbers differs"):
         window.compare(6, {"rng": 5})
+
+
+def test_ranks_that_go_back_alone_skip_no_step_behind_the_checkpoint():
+    """A step has a log only if it was computed."""
+    alone = StepReplay(SimpleNamespace(slots=[SimpleNamespace(step=4)]))  # type: ignore[arg-type]
+    alone.resume({}, lambda before, recorded: (), until=7)
+    alone.compare(5, {})
+    with pytest.raises(ReplayDivergedError, match="step 6 again did not repeat it: it is skipped now"):
+        alone.skip(6)

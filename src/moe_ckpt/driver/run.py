@@ -19,7 +19,7 @@ from moe_ckpt.driver.changes import warn_of_changes
 from moe_ckpt.driver.host import CapacityBoost, GradientLogging, Host, LocalizedRecovery, SealingSurvivors
 from moe_ckpt.driver.messages import Messages
 from moe_ckpt.driver.states import Action, Advice, Lifecycle, Moment, State
-from moe_ckpt.errors import SaveFailedError
+from moe_ckpt.errors import ReplayDivergedError, SaveFailedError
 from moe_ckpt.format.manifest import Manifest, parse_step_dir
 from moe_ckpt.ports import Communicator, TrainingState, TransferGate
 from moe_ckpt.profiling import profilers
@@ -407,6 +407,17 @@ class Driver:
         if self.gradients is not None:  # a step that is computed again is not logged
             self.gradients.forget()
         return self.last
+
+    def require_skipped(self, step: int) -> None:
+        """Raises ``ReplayDivergedError`` if ``step``, which the loop skips, was computed the first time."""
+        if self.replaying is None:
+            return
+        try:
+            self.replaying.skip(step)
+        except ReplayDivergedError:
+            if self.localized is not None:
+                self.localized.diverged()
+            raise
 
     def _capture_of(self, restored: Restored) -> Callable[[], Mapping[str, Any]]:
         """Returns a function that captures the restored plain state, for a run that trains no more.

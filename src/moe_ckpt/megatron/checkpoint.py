@@ -346,8 +346,7 @@ class MegatronCheckpoint(AttachedCheckpoint):
         """
         self._driver.lifecycle.require(Action.JOIN, "skip()")
         self.begin_training()
-        if self._driver.replaying is not None:
-            self._driver.replaying.skip(iteration)
+        self._driver.require_skipped(iteration)
         if self._watch.updated:
             self._host.loop.require_counted(f"skip({iteration})")
         self._watch.iteration_ends(self._driver.options)

@@ -34,6 +34,8 @@ from tests.integration.lives import (
     split_lives,
 )
 from tests.integration.test_gradient_log import LOG, VARIATIONS, header_of, logged, spoil
+from tests.integration.test_memory_kills import in_memory
+from tests.integration.test_survivors import lose
 from tests.support.processes import run_ranks
 
 THESE = (
@@ -126,6 +128,17 @@ def test_beside_the_log_a_run_goes_on_from_storage(place):  # noqa: F811
     assert densify(run) == 0
     assert live(run) == 0, output(run)
     assert "repeated, from the consumed gradients" not in output(run)
+    assert_same_run(run)
+
+
+@pytest.mark.slow
+def test_beside_what_a_survivor_sealed_of_the_step_ranks_go_on_from_storage(place):  # noqa: F811
+    """FSDP2: it has its own part of the step, and both have the log up to there."""
+    run = in_memory(replace(LOG, ranks=2, sharded=True, epochs=4), place)
+    assert lose(run, 1, 9) == [1, KILLED]
+    assert densify(run) == 0
+    assert live_ranks(run) == [0, 0], output(run)
+    assert split_lives(events(run))[-1][0]["step"] == 8
     assert_same_run(run)
 
 

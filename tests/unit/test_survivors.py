@@ -14,7 +14,7 @@ from moe_ckpt.core.placement import lends
 from moe_ckpt.core.step import Step
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.format.slot import STATE, TENSORS
-from moe_ckpt.reading.memory.memory_checkpoints import say_kept
+from moe_ckpt.reading.memory.memory_checkpoints import checkpoint_in, say_kept
 from moe_ckpt.reading.memory.memory_shares import (
     LeftBehind,
     MemoryCheckpoint,
@@ -214,6 +214,13 @@ def test_who_knows_the_tokens_of_all_tells_them():
 def test_ranks_that_sealed_a_newer_step_than_the_log_has():
     shares = [*LOGGED, own(0, 41), own(1, 40), lent(1, 0, 41)]
     assert newer_than(of_log(shares), shares) == LeftBehind(41, (0,))
+
+
+@pytest.mark.parametrize("kept", [[own(0)], [own(0), own(1)]], ids=["one rank", "all ranks"])
+def test_a_step_of_a_log_that_was_made_dense_is_not_asked_for_beside_what_survivors_sealed_of_it(kept):
+    shares, directory = [*LOGGED, *kept], "step_00000040_g3"
+    assert checkpoint_in(shares, directory, stored=[directory]).is_parting
+    assert checkpoint_in(shares, directory).is_parting == (len(kept) == 2)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

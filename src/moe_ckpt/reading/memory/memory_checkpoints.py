@@ -147,7 +147,7 @@ class MemoryCheckpoints:
         Raises:
             RecoveryLoopError: Too many starts have resumed from it, and ended no step.
         """
-        checkpoint = checkpoint_in(self.shares, directory)
+        checkpoint = checkpoint_in(self.shares, directory, self.stored)
         self._note_start(directory, checkpoint)
         return self.opener(checkpoint)
 
@@ -526,10 +526,11 @@ def say_unusable(directory: str, reasons: Sequence[str]) -> None:
         log.warning("%s in memory cannot be used%s: %s", directory, where, reason)
 
 
-def checkpoint_in(shares: Sequence[Share], directory: str) -> MemoryCheckpoint:
+def checkpoint_in(shares: Sequence[Share], directory: str, stored: Sequence[str] = ()) -> MemoryCheckpoint:
     """Returns the checkpoint of this name that memory has whole, or else a part of the snapshot that was due, or else
-    what survivors sealed."""
-    candidates = [candidate for candidate in checkpoints_of(shares) if candidate.directory == directory]
+    what survivors sealed; no step of a log that is ``stored``, too (``MemoryCheckpoints.offered``)."""
+    candidates = [one for one in checkpoints_of(shares) if one.directory == directory]
+    candidates = [one for one in candidates if not (one.is_log and directory in stored)]
     return min(candidates, key=lambda candidate: 0 if candidate.is_complete else 1 + candidate.is_parting)
 
 

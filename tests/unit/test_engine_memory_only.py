@@ -27,7 +27,7 @@ from moe_ckpt.ledger.retention import needed
 from moe_ckpt.memory.slot import Slot
 from moe_ckpt.policies import Dense, MoC
 from moe_ckpt.policies.moevement import MoEvement
-from moe_ckpt.run.events import StepRecord
+from moe_ckpt.run.events import SnapshotBegan, StepRecord
 from moe_ckpt.storage import LocalStorage, Storage
 from moe_ckpt.survivors.newest_step import Survivor
 from moe_ckpt.tiers import host_memory
@@ -730,6 +730,25 @@ def test_a_survivor_lends_after_a_complete_checkpoint_beside_a_partial_one(where
     run_threads(ThreadRanks(2), train)
     assert run_threads(ThreadRanks(2), again) == [8, 8]
     assert "damaged" not in caplog.text
+
+
+def test_training_that_is_interrupted_right_after_a_snapshot_began_leaves_its_newest_step(where):
+    """Before the ranks began to agree on the step, so that the snapshot waits for tokens that nobody will count."""
+
+    def interrupt(event):
+        if isinstance(event, SnapshotBegan) and each.step == 4:
+            raise KeyboardInterrupt
+
+    with life(where, MoC(k=1), comm=SoloCommunicator(late=True), observers=[interrupt]) as each:
+        survivor = each.session.follow(Survivor)
+        each.go(3, settle=True)
+        with pytest.raises(KeyboardInterrupt):
+            each.go()
+        assert not survivor.seal(5.0).problem
+    with life(where, MoC(k=1)) as second:
+        come_back(second)
+        assert_state(second, at(4))
+        assert second.session.run_ledger.tokens.applied.tolist() == (4 * each.counts).tolist()
 
 
 @pytest.mark.parametrize(("count", "replicas", "lost"), [(2, 1, [0]), (2, 1, [1]), (4, 1, [2]), (3, 2, [0, 2])])

@@ -259,6 +259,8 @@ class Survivor(NewestStep):
             log.info("the ranks had not agreed on the tokens of step %d when training stopped: %r", step, error)
             # Otherwise a snapshot of the step that waits for them would block the one that is sealed now.
             self._run.comm.abort(f"training stopped before the ranks agreed on the tokens of step {step}")
+        if booking.sent_step != step:  # likewise
+            booking.give_up()
         return booking.run_ledger.tokens.applied.copy(), newest.tokens.result().applied
 
     def _wait(self, snapshot: Snapshot, until: float) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from moe_ckpt import Memory
 from moe_ckpt.cli.main import main
@@ -730,6 +731,25 @@ def test_a_survivor_lends_after_a_complete_checkpoint_beside_a_partial_one(where
     run_threads(ThreadRanks(2), train)
     assert run_threads(ThreadRanks(2), again) == [8, 8]
     assert "damaged" not in caplog.text
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError, RuntimeError])
+def test_plain_state_that_finds_no_memory_to_be_kept_in_ends_no_training(where, monkeypatch, error, caplog):
+    """On a GPU that others have filled it goes to the host. Whatever else fails costs what survivors would seal."""
+
+    def fails(tensor, **_):
+        raise error("no memory")
+
+    with life(where, Dense(every_n_steps=100)) as each:
+        survivor = each.session.follow(Survivor)
+        monkeypatch.setattr(torch.Tensor, "clone", fails)
+        each.go(3)
+        monkeypatch.undo()
+        sealed = survivor.seal(5.0)
+    assert (sealed is None) == ("the plain state of step 3 is not kept" in caplog.text) == (error is RuntimeError)
+    if sealed is not None:
+        with life(where, Dense()) as second:
+            assert come_back(second)[0].plain["buffer"].tolist() == [3.0] * 3
 
 
 def test_training_that_is_interrupted_right_after_a_snapshot_began_leaves_its_newest_step(where):

@@ -158,11 +158,11 @@ class Survivor(NewestStep):
             self._snapshots.live.describe()
         try:
             encoded, side = plain()
+            copied = encoded, [(entry, _copied(tensor)) for entry, tensor in side]
         except Exception as error:  # of user code, or of state that cannot be encoded
             log.warning("the plain state of step %s is not kept: %r", step, error)
             self._newest = None
             return
-        copied = encoded, [(entry, tensor.clone()) for entry, tensor in side]
         self._newest = _Newest(step, lambda **_: copied, tokens)
         memory = self._snapshots.pipeline.memory
         if memory is None or not self._is_lent_whole:
@@ -325,6 +325,14 @@ def _sample(tensor: torch.Tensor) -> torch.Tensor:
     places = torch.arange(number, device=tensor.device) * count // max(number, 1)
     kind = _INTEGERS.get(tensor.element_size())
     return torch.take(tensor.detach() if kind is None else tensor.detach().view(kind), places)
+
+
+def _copied(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns a copy, on the host if others have filled the GPU."""
+    try:
+        return tensor.clone()
+    except torch.OutOfMemoryError:
+        return tensor.to("cpu", copy=True)
 
 
 class StateKeeper:

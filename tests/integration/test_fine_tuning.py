@@ -13,6 +13,7 @@ from torch import nn
 
 from moe_ckpt.callbacks.moe_checkpoint import MoECheckpoint
 from moe_ckpt.errors import ConfigError, CoverageError, DamagedError, NoCheckpointError, UnsupportedError
+from moe_ckpt.interop.dcp import MoEStorageReader
 from moe_ckpt.interop.export import export
 from moe_ckpt.ledger.retention import RetentionPolicy
 from moe_ckpt.policies import Dense, MoC, MoEvement
@@ -161,6 +162,11 @@ def test_partial_checkpoints_and_windows(tmp_path, caplog):
     fit(tmp_path / "c", 1, weights_from=tmp_path / "windows")
     said = caplog.text
     assert f"sparse window without one state of all weights: {newest.name}" in said
+    caplog.clear()
+    exported = export(tmp_path / "windows", "safetensors", tmp_path / "exported")
+    assert json.loads((exported / "checkpoint.json").read_text())["step"] == 0
+    assert f"sparse window without one state of all weights: {newest.name}" in caplog.text
+    assert MoEStorageReader(tmp_path / "windows").read_metadata().state_dict_metadata
 
 
 def test_what_cannot_be_a_source(run, tmp_path):

@@ -250,6 +250,10 @@ def test_readers_of_one_state_refuse_a_window(killed, tmp_path, capsys):
     state = {"model": {name: torch.zeros_like(value) for name, value in module.state_dict().items()}}
     with pytest.raises(UnsupportedError, match="is a sparse window of the steps"):
         dcp.load(state, storage_reader=MoEStorageReader(step))
+    dense = manifests(killed.store)[-1].directory
+    assert main(["export", killed.store, "--to", "safetensors", "-o", str(tmp_path / "dense")]) == 0
+    assert f"({dense})" in capsys.readouterr().err, "of a store the newest that is dense"
+    shutil.rmtree(Path(killed.store, dense))
     for path in (step, killed.store):
         for form in ("dcp", "safetensors", "lightning"):
             capsys.readouterr()

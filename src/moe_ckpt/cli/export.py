@@ -28,7 +28,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description="Write one checkpoint, whole and verified, in a format that other libraries open.",
         epilog=EPILOG,
     )
-    parser.add_argument("path", help="step directory (or store: its newest usable step), or a URL of one")
+    parser.add_argument("path", help="step directory (or store: its newest good dense step), or a URL of one")
     parser.add_argument(
         "--to", required=True, choices=("dcp", "safetensors", "hf", "lightning"), help="format to write"
     )

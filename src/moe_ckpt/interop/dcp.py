@@ -78,7 +78,7 @@ def entries(checkpoint: WholeCheckpoint, model: str = "model", optimizer: str = 
 
 
 class MoEStorageReader(StorageReader):
-    """Lets ``dcp.load`` open a step directory (or a store: its newest good step).
+    """Lets ``dcp.load`` open a step directory (or a store: its newest good dense step).
 
     The checkpoint is opened, and proven to be whole, when the path is given: DCP would replace an error that comes
     later, in ``read_metadata``, by one of its own. Errors are this package's; DCP wraps those of ``read_data`` in its
@@ -142,7 +142,7 @@ class MoEStorageReader(StorageReader):
         if self._checkpoint is None:
             if self._path is None:
                 raise UserError("MoEStorageReader has no path: give it one, or checkpoint_id to dcp.load()")
-            self._checkpoint = with_step(self._path, whole)
+            self._checkpoint = with_step(self._path, whole, dense=True)
         return self._checkpoint
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:

@@ -58,7 +58,7 @@ def export(
     If retention removes the step of a store while it is read, the store's newest one is written in its place.
 
     Args:
-        step_path: A step directory, or a store: its newest usable step; or a URL.
+        step_path: A step directory, or a store: its newest good dense step; or a URL.
         to: ``dcp``: directory of torch's own DCP writer, keys ``model.<name>`` and ``optim.state.<name>.<state>``.
             ``safetensors``: directory with ``model.safetensors`` (the model only) and a small JSON file; of a model of
             transformers as ``from_pretrained`` opens it, with ``config.json``.
@@ -113,7 +113,7 @@ def export(
         return _write(reader, manifest, writers[to], target, progress or (lambda done, total: None))
 
     if not memory:
-        return with_step(step_path, written)
+        return with_step(step_path, written, dense=True)
     storage, directory = locate(step_path)
     with MemoryOutside(StoreReader(storage), memory) as outside:
         stored = outside.stored(directory)

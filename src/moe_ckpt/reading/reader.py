@@ -440,13 +440,18 @@ def newest_step(dirpath: str | os.PathLike[str]) -> int | None:
     return chosen[0].step if chosen else None
 
 
-def open_step(path: str | os.PathLike[str]) -> tuple[StoreReader, Manifest]:
+def open_step(path: str | os.PathLike[str], *, dense: bool = False) -> tuple[StoreReader, Manifest]:
     """Returns the checkpoint at a path or URL: a step directory, a link to one, or a store (its newest good step).
 
     Manifest, headers and state are verified here, slices when they are read.
 
+    Args:
+        path: See there.
+        dense: Of a store the newest good dense step; newer sparse windows are named in the log.
+
     Raises:
         NoCheckpointError: There is no committed checkpoint; says what is there.
+        UnsupportedError: The store has sparse windows alone, and ``dense``.
         DamagedError: The named step is damaged.
         StepRemovedError: The named step was removed meanwhile, or of a store one after the other.
     """
@@ -456,6 +461,15 @@ def open_step(path: str | os.PathLike[str]) -> tuple[StoreReader, Manifest]:
         if named.not_finite:
             _log.warning("%s; it is read because it was named", NotFiniteError(directory, named.not_finite))
         return reader, named
+    if dense:
+        [newest], windows = choose_dense(reader, lambda manifest: check_checkpoint(reader, manifest, slices=False))
+        if windows:
+            _log.warning(
+                "%s is taken; newer, but a sparse window without one state of all weights: %s",
+                newest.directory,
+                windows[0].directory,
+            )
+        return reader, newest
     manifest = newest_good(reader)
     if manifest is None:
         raise NoCheckpointError(f"the store {path} has no committed step yet")
@@ -486,7 +500,7 @@ def open_store(path: str | os.PathLike[str]) -> tuple[StoreReader, str | None]:
     return reader, directory
 
 
-def with_step(path: str | os.PathLike[str], use: Callable[[StoreReader, Manifest], T]) -> T:
+def with_step(path: str | os.PathLike[str], use: Callable[[StoreReader, Manifest], T], *, dense: bool = False) -> T:
     """Returns what ``use`` makes of the checkpoint at a path or URL, as ``open_step`` takes it.
 
     If retention removes the step of a store while it is used, the store's newest one is used in its place.
@@ -497,7 +511,7 @@ def with_step(path: str | os.PathLike[str], use: Callable[[StoreReader, Manifest
     """
     if locate(path)[1] is not None:
         return use(*open_step(path))
-    return listed_again(lambda: use(*open_step(path)))
+    return listed_again(lambda: use(*open_step(path, dense=dense)))
 
 
 def locate(path: str | os.PathLike[str]) -> tuple[Storage, str | None]:

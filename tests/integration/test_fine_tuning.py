@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import lightning.pytorch as pl
@@ -13,6 +14,7 @@ from torch import nn
 
 from moe_ckpt.callbacks.moe_checkpoint import MoECheckpoint
 from moe_ckpt.errors import ConfigError, CoverageError, DamagedError, NoCheckpointError, UnsupportedError
+from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.interop.dcp import MoEStorageReader
 from moe_ckpt.interop.export import export
 from moe_ckpt.ledger.retention import RetentionPolicy
@@ -167,6 +169,16 @@ def test_partial_checkpoints_and_windows(tmp_path, caplog):
     assert json.loads((exported / "checkpoint.json").read_text())["step"] == 0
     assert f"sparse window without one state of all weights: {newest.name}" in caplog.text
     assert MoEStorageReader(tmp_path / "windows").read_metadata().state_dict_metadata
+
+
+def test_a_named_step_that_is_not_finite_is_read_and_said(tmp_path, caplog):
+    fit(tmp_path / "store", 1)
+    step = max((tmp_path / "store").glob("step_*"))
+    manifest = Manifest.decode((step / "MANIFEST.json").read_bytes(), step.name)
+    (step / "MANIFEST.json").write_bytes(replace(manifest, not_finite="model/head.weight").encode())
+    fit(tmp_path / "new", 1, weights_from=step)
+    assert f"{step.name} holds values that are not finite" in caplog.text
+    assert "it is read because it was named" in caplog.text
 
 
 def test_what_cannot_be_a_source(run, tmp_path):

@@ -24,7 +24,7 @@ from moe_ckpt.interop.whole import module_buffers
 from moe_ckpt.modeling import module_state
 from moe_ckpt.modeling.names import clean_name, tied_aliases
 from moe_ckpt.ports import Communicator, StateTensor, TensorMeta, TrainingState
-from moe_ckpt.reading.reader import StoreReader, check_checkpoint, choose_dense, locate, open_store, require_dense
+from moe_ckpt.reading.reader import StoreReader, check_checkpoint, choose_dense, locate, open_step, require_dense
 from moe_ckpt.reading.restore import MODEL, box_of, weight_specs
 from moe_ckpt.reading.shared_reading import TensorLoader
 from moe_ckpt.reading.step_storage import listed_again
@@ -149,7 +149,7 @@ def choose(path: str, option: str = "weights_from") -> tuple[str | None, str]:
     """
     storage, step = locate(path)
     if step is not None:
-        require_dense(open_store(path)[0].manifest(step))
+        require_dense(open_step(path)[1])
         return step, ""
     if _is_one_file(storage):
         return None, ""

@@ -7,6 +7,7 @@ import json
 import lightning.pytorch as pl
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import nn
 
 import moe_ckpt
@@ -14,7 +15,7 @@ from moe_ckpt.callbacks.moe_checkpoint import MoECheckpoint
 from moe_ckpt.cli.main import main
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.interop.export import export
-from moe_ckpt.policies import MoC
+from moe_ckpt.policies import Dense, MoC
 from tests.support.moe_models import family, tokens
 
 QUIET = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu"}
@@ -95,6 +96,33 @@ def test_tied_embeddings_large_models_and_other_types(tmp_path):
     assert not (out / "model.safetensors").exists()
     assert_opens(out, model)
     assert json.loads((out / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def test_of_several_types_all_values_come_back_by_the_widest_and_all_types_by_hand(tmp_path, caplog):
+    model = family("Qwen3Moe").to(torch.bfloat16)
+    for name, parameter in model.named_parameters():
+        if name.endswith(("gate.weight", "norm.weight")):
+            parameter.data = torch.rand(parameter.shape)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    with moe_ckpt.attach(model, optimizer, policy=Dense(), dirpath=tmp_path / "store") as ckpt:
+        ckpt.resume()
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        optimizer.step()
+        ckpt.after_step(1)
+    out = export(tmp_path / "store", "hf", tmp_path / "out")
+    wide = [name for name, parameter in model.named_parameters() if parameter.dtype == torch.float32]
+    assert f"{len(wide)} of {len(model.state_dict())} tensors are of another type than torch.bfloat16" in caplog.text
+    assert "dtype=torch.float32" in caplog.text
+    rounded, loaded = (type(model).from_pretrained(out, **more) for more in ({}, {"dtype": torch.float32}))
+    by_hand = type(model).from_pretrained(out)
+    by_hand.load_state_dict(load_file(out / "model.safetensors"), strict=False, assign=True)
+    for name, value in model.state_dict().items():
+        assert rounded.state_dict()[name].dtype == torch.bfloat16
+        assert torch.equal(loaded.state_dict()[name], value.float())
+        assert torch.equal(by_hand.state_dict()[name], value)
+        assert by_hand.state_dict()[name].dtype == value.dtype
+    assert not torch.equal(rounded.state_dict()[wide[0]].float(), model.state_dict()[wide[0]])
 
 
 def test_a_prefix_by_hand(tmp_path):

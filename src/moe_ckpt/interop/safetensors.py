@@ -8,6 +8,7 @@ inside its file.
 from __future__ import annotations
 
 import json
+import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +25,8 @@ from moe_ckpt.interop.whole import WholeCheckpoint
 from moe_ckpt.ledger.coverage import Box
 from moe_ckpt.storage.base import Chunk, Storage
 from moe_ckpt.storage.local import ACCESS, create_file
+
+log = logging.getLogger("moe_ckpt")
 
 SUFFIX = ".safetensors"
 SINGLE_NAME = "model.safetensors"
@@ -275,7 +278,21 @@ def _read_json(path: Path) -> Mapping[str, Any]:
 def _write_configs(
     target: Path, model: Mapping[str, _ExportedTensor], config: Mapping[str, Any], generation: Mapping[str, Any] | None
 ) -> None:
-    _write_json(target / CONFIG_NAME, {**config, "dtype": _main_dtype(model)})
+    main = _main_dtype(model)
+    _write_json(target / CONFIG_NAME, {**config, "dtype": str(main).removeprefix("torch.")})
+    types = [TORCH_DTYPES[tensor.dtype] for tensor in model.values()]
+    rounded = [
+        dtype for dtype in types if dtype.is_floating_point and dtype != main and dtype.itemsize >= main.itemsize
+    ]
+    if rounded:
+        log.warning(
+            "%d of %d tensors are of another type than %s, the type of most. from_pretrained rounds them to that, but "
+            "for those that the model's class keeps; with dtype=%s all values come back",
+            len(rounded),
+            len(types),
+            main,
+            max((torch.float32, *rounded), key=lambda dtype: dtype.itemsize),
+        )
     if generation is not None:
         _write_json(target / "generation_config.json", generation)
 
@@ -393,14 +410,13 @@ def _write_tensors(
     _write_file(path, chunks())
 
 
-def _main_dtype(model: Mapping[str, _ExportedTensor]) -> str:
-    """Returns the type of most of the weights, as torch names it, without ``torch.``."""
+def _main_dtype(model: Mapping[str, _ExportedTensor]) -> torch.dtype:
+    """Returns the type of most of the weights."""
     nbytes: dict[str, int] = {}
     for entry in model.values():
         if TORCH_DTYPES[entry.dtype].is_floating_point:
             nbytes[entry.dtype] = nbytes.get(entry.dtype, 0) + entry.nbytes
-    largest = max(nbytes, key=lambda dtype: nbytes[dtype], default="F32")
-    return str(TORCH_DTYPES[largest]).removeprefix("torch.")
+    return TORCH_DTYPES[max(nbytes, key=lambda dtype: nbytes[dtype], default="F32")]
 
 
 def _summary(checkpoint: WholeCheckpoint) -> dict[str, Any]:

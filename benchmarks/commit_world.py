@@ -274,7 +274,7 @@ class ActedPeers(ActedRank):
         self._run_id = "0" * 32
         self._acknowledging = Acknowledging(root)
 
-    def broadcast(self, payload: bytes) -> bytes:
+    def broadcast(self, payload: bytes, source: int = 0) -> bytes:
         """What rank 0 has opened."""
         if self.rank == 0:
             self._run_id, _ = json.loads(payload)["result"]
@@ -288,9 +288,6 @@ class ActedPeers(ActedRank):
         self, outgoing: Mapping[int, Sequence[torch.Tensor]], expected: Mapping[int, Sequence[torch.Tensor]]
     ) -> None:
         raise NotImplementedError("nothing is recovered here")
-
-    def share(self, payload: bytes, source: int) -> bytes:
-        return payload
 
     def combine(self, columns: Sequence[bytes]) -> list[bytes] | None:
         if self.rank:  # what its subtree sends it is taken to be as large as its own

@@ -123,6 +123,10 @@ def route(rank: Rank) -> None:
                 module(torch.randn(16, 1, WIDTH, dtype=module.weight.dtype))
 
 
+_NO_ANSWER = b"{}"
+"""What ranks other than the first give to ``reading.together.by_rank_zero``."""
+
+
 class ActedCommunicator(ActedRank):
     """``ports.Communicator`` of one rank that answers for all others: they hold other experts and do the same.
 
@@ -149,7 +153,11 @@ class ActedCommunicator(ActedRank):
     ) -> None:
         raise NotImplementedError("nothing is recovered here")
 
-    def share(self, payload: bytes, source: int) -> bytes:
+    def broadcast(self, payload: bytes, source: int = 0) -> bytes:
+        """Says what rank 0 has opened: the run, and its first generation (``opening.open_store``); or what a rank
+        holds."""
+        if payload == _NO_ANSWER:
+            return json.dumps({"result": ["0" * 32, 0]}).encode()
         if source == self.rank:
             self.sent += len(payload)
             return payload
@@ -157,10 +165,6 @@ class ActedCommunicator(ActedRank):
             other = _held_by(Holding.decode(payload), source - self.rank).encode()
             self.received += len(other)
             return other
-
-    def broadcast(self, payload: bytes) -> bytes:
-        """Says what rank 0 has opened: the run, and its first generation (``opening.open_store``)."""
-        return payload if self.rank == 0 else json.dumps({"result": ["0" * 32, 0]}).encode()
 
     def combine(self, columns: Sequence[bytes]) -> list[bytes] | None:
         return None

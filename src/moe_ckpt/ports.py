@@ -257,8 +257,8 @@ class TransferGate(Protocol):
 class Communicator(Protocol):
     """The few collectives that checkpointing needs, on process groups of its own.
 
-    ``agree``, ``start_agreement``, ``broadcast`` and ``share`` are called by all ranks on the training thread in the
-    same order; ``combine`` and ``announce`` by all ranks on their persist threads in the same order.
+    ``agree``, ``start_agreement`` and ``broadcast`` are called by all ranks on the training thread in the same order;
+    ``combine`` and ``announce`` by all ranks on their persist threads in the same order.
     All raise ``PeerLostError``, a ``RuntimeError``, when a peer is gone or the timeout passed.
     """
 
@@ -279,10 +279,7 @@ class Communicator(Protocol):
             largest: The array.
         """
 
-    def broadcast(self, payload: bytes) -> bytes:
-        """Rank 0's payload, on every rank."""
-
-    def share(self, payload: bytes, source: int) -> bytes:
+    def broadcast(self, payload: bytes, source: int = 0) -> bytes:
         """Rank ``source``'s payload, on every rank; what the others give does not count."""
 
     def combine(self, columns: Sequence[bytes]) -> list[bytes] | None:

@@ -79,7 +79,7 @@ def _generations(rank: int, world_size: int) -> dict:
     found = {}
     for name, call in {
         "agree": lambda comm: comm.agree(_numbers(1), _numbers(1)),
-        "share": lambda comm: comm.share(b"", 1),
+        "broadcast": lambda comm: comm.broadcast(b"", 1),
         "combine": lambda comm: comm.combine([b""]),
     }.items():
         comm = GlooCommunicator(TIMEOUT_SECS)
@@ -125,7 +125,7 @@ def test_messages_of_another_life_of_the_run_are_refused():
     for outcome in outcomes:
         assert outcome.ok, outcome.error
     first, second = (outcome.value for outcome in outcomes)
-    for found in (first["agree"], second["agree"], first["share"], first["combine"]):
+    for found in (first["agree"], second["agree"], first["broadcast"], first["combine"]):
         assert found[0] == "StoreError"
     assert "rank 1 is of generation 3 of the run, and received a message of generations 3 to 4" in second["agree"][1]
     assert "rank 0 is of generation 4 of the run, and received a message of generation 3" in first["combine"][1]

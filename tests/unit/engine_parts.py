@@ -282,10 +282,7 @@ class ThreadCommunicator:
         agreed.set_result(self.agree(summed(), largest))
         return agreed
 
-    def broadcast(self, payload: bytes) -> bytes:
-        return self._ranks.training.exchange(self.rank, payload)[0]
-
-    def share(self, payload: bytes, source: int) -> bytes:
+    def broadcast(self, payload: bytes, source: int = 0) -> bytes:
         return self._ranks.training.exchange(self.rank, payload)[source]
 
     def combine(self, columns: Sequence[bytes]) -> list[bytes] | None:

@@ -401,9 +401,6 @@ def test_no_state_is_dropped_or_made_while_another_rank_may_still_find_damage(tm
             self.asked += 1
             return summed, np.maximum(largest, DAMAGED * self.world_size) if self.asked == 2 else largest
 
-        def share(self, payload, source):
-            return payload
-
     with Life(LocalStorage(tmp_path), policy=moc()) as life:
         life.state.prepare = prepared.append
         comm = OtherFindsDamage()
@@ -579,8 +576,8 @@ def test_where_nothing_survived_the_ranks_only_agree_on_that(tmp_path):
     calls = []
 
     class Counting(SoloCommunicator):
-        def share(self, payload, source):
-            raise AssertionError("nobody has anything to share")
+        def everyone(self, payload):
+            raise AssertionError("nobody has anything to tell of")
 
         def agree(self, summed, largest):
             calls.append(len(largest))

@@ -95,10 +95,10 @@ def test_all_ranks_save_everything_anew(tmp_path):
     def body(comm):
         with Life(LocalStorage(tmp_path / "store"), policy=MoC(k=1), comm=comm) as life:
             life.go(3, settle=True)
-            comm.share(b"", 0)
+            comm.broadcast(b"")
             if comm.rank == 1:
                 delete_tree(tmp_path / "store")
-            comm.share(b"", 0)
+            comm.broadcast(b"")
             life.go(5, settle=True)
         saved = life.session.run_ledger.tokens.saved[Tier.STORAGE]
         return [r.committed_step for r in life.records], saved.tolist()

@@ -304,7 +304,7 @@ def test_an_error_shows_nothing_of_how_ranks_agree_on_it(own):
     problem.__cause__ = OSError("why")
 
     class Comm(SoloCommunicator):
-        def share(self, payload, source):
+        def broadcast(self, payload, source=0):
             return str(problem).encode()
 
     def fail():

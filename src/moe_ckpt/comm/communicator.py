@@ -72,10 +72,7 @@ class SoloCommunicator:
         agreed.set_result((summed(), largest))
         return agreed
 
-    def broadcast(self, payload: bytes) -> bytes:
-        return payload
-
-    def share(self, payload: bytes, source: int) -> bytes:
+    def broadcast(self, payload: bytes, source: int = 0) -> bytes:
         return payload
 
     def combine(self, columns: Sequence[bytes]) -> list[bytes] | None:
@@ -173,17 +170,14 @@ class GlooCommunicator:
 
         return self._agreeing.submit(reduce)
 
-    def broadcast(self, payload: bytes) -> bytes:
-        return self.share(payload, 0)
-
-    def share(self, payload: bytes, source: int) -> bytes:
+    def broadcast(self, payload: bytes, source: int = 0) -> bytes:
         whom = "the other ranks to take an answer" if source == self.rank else f"an answer of rank {source}"
 
-        def broadcast() -> bytes:
+        def send() -> bytes:
             with self._agreement(whom):
                 return self._agreeing.broadcast(payload, source)
 
-        return self._agreeing.submit(broadcast).result()
+        return self._agreeing.submit(send).result()
 
     def swap(
         self, outgoing: Mapping[int, Sequence[torch.Tensor]], expected: Mapping[int, Sequence[torch.Tensor]]

@@ -101,7 +101,7 @@ def exchange(holding: Holding, comm: Communicator) -> World:
     kinds: dict[bytes, list[int]] = {}
     for rank, digest in enumerate(comm.everyone(hashlib.sha256(raw).digest()[:16])):
         kinds.setdefault(digest, []).append(rank)
-    return merge([(tuple(ranks), Holding.decode(comm.share(raw, ranks[0]))) for ranks in kinds.values()])
+    return merge([(tuple(ranks), Holding.decode(comm.broadcast(raw, ranks[0]))) for ranks in kinds.values()])
 
 
 @dataclass(frozen=True)

@@ -145,7 +145,7 @@ def raise_on_all_ranks(
     The traceback does not show ``failure``, which callers handle.
     """
     problem = failure.problem
-    reason = comm.share(str(problem).encode() if comm.rank == failure.rank else b"", failure.rank).decode()
+    reason = comm.broadcast(str(problem).encode() if comm.rank == failure.rank else b"", failure.rank).decode()
     if problem is not None and _kind(problem) == failure.kind:
         raise problem from problem.__cause__
     raise StoreError(f"rank {failure.rank} cannot {doing} {directory}: {reason}") from None

@@ -27,7 +27,7 @@ import moe_ckpt
 from moe_ckpt import policies
 from moe_ckpt.callbacks import MoECheckpoint
 from moe_ckpt.data import RecoverableDistributedSampler
-from moe_ckpt.errors import ConfigError, MoECheckpointError, UnsupportedError
+from moe_ckpt.errors import ConfigError, MoECheckpointError, StoreError, UnsupportedError
 from moe_ckpt.policies import Dense, MoC, MoEvement
 from tests.integration import plain_run
 from tests.integration.plain_run import STEPS, Loop
@@ -289,6 +289,25 @@ def test_another_size_of_batches_is_told(tmp_path: Path, caplog):
             ckpt.after_step(progress.step + 1)
         changed = "data loader data.batch_size 2 -> 4 (training continues with this script's)"
         assert (changed in caplog.text) == (size == 4)
+
+
+@pytest.mark.parametrize("workers", [(0, 1), (1, 0), (2, 1)])
+def test_another_number_of_workers_is_refused_with_a_message(tmp_path: Path, workers: tuple[int, int]):
+    """torchdata's own is an assertion, without a text for fewer workers."""
+
+    def train(number: int) -> None:
+        model, optimizer = made()
+        loader = StatefulDataLoader(range(24), batch_size=2, num_workers=number)
+        with moe_ckpt.attach(model, optimizer, policy=Dense(), dirpath=tmp_path, stateful={"data": loader}) as ckpt:
+            progress = ckpt.resume()
+            next(iter(loader))
+            step(model, optimizer)
+            ckpt.after_step(progress.step + 1)
+
+    train(workers[0])
+    says = r"step_00000001/\S+ holds state of the data loader StatefulDataLoader.*AssertionError.*number of workers"
+    with pytest.raises(StoreError, match=says):
+        train(workers[1])
 
 
 @pytest.mark.parametrize("of_epochs", [False, True], ids=["steps-of-batches", "steps-of-epochs"])

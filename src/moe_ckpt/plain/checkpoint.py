@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
 from moe_ckpt.driver.attached import AttachedCheckpoint
-from moe_ckpt.driver.host import GradientLogging, Stateful
+from moe_ckpt.driver.host import GradientLogging, Stateful, loading_state
 from moe_ckpt.driver.states import Action, Moment
 from moe_ckpt.driver.torch_model import open_torch
 from moe_ckpt.errors import ConfigError, UnsupportedError
@@ -173,15 +173,18 @@ class PlainCheckpoint(AttachedCheckpoint):
 
         A new iterator draws its seed, and a shuffled epoch's order; the run did so when the epoch began. If that epoch
         has ended, the loader makes a second iterator, which draws those of the next. ``resume`` calls this for loaders
-        in ``stateful``, so call it for others only.
+        in ``stateful``, so call it for others only. A loader that does not take the restored position says so then, by
+        ``StoreError``.
         """
-        theirs = loader._get_iterator
+        theirs, restored = loader._get_iterator, self._driver.restored
+        path = self.options.dirpath if restored is None else restored.path
 
         def first() -> Any:
             loader.__dict__.pop("_get_iterator", None)
             generator = loader.generator
             before, state = capture_rng(), None if generator is None else generator.get_state()
-            iterator = theirs()
+            with loading_state(f"the data loader {type(loader).__name__}", path, _OTHER_LOADER):
+                iterator = theirs()
             restore_rng(before)
             if generator is not None:
                 generator.set_state(state)
@@ -297,6 +300,10 @@ def _require_usable(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
 _INEXACT = (
     "steps of a sparse window (MoEvement) are computed again after a failure, which needs all passes of a step to come "
     "before its updates, since others read weights that are not restored yet; but "
+)
+_OTHER_LOADER = (
+    "Its dataset, sampler or number of workers is another one than in the run: build it as in the run, or begin "
+    "another run from its weights (weights_from=)."
 )
 _UNCOUNTED = 16
 """Steps of each optimizer without ``after_step``: more than any loop makes between two."""

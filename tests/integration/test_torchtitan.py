@@ -196,6 +196,25 @@ def build(**parts: Any) -> CheckpointManager:
     return CheckpointManager.Config().build(**{"states": {}, "dataloader": None, **given, **parts})
 
 
+def test_another_size_of_batches_is_told(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    from torchtitan.components.dataloader import ParallelAwareDataloader
+
+    for size in (2, 4):
+        model = nn.Linear(2, 2)
+        optimizer = torch.optim.SGD(model.parameters())
+        loader = ParallelAwareDataloader(torchtitan_run.Words(0, None), 0, 1, batch_size=size)
+        parts = {"model_parts": [model], "optimizers": [optimizer], "dataloader": loader}
+        manager = build(**parts, base_folder=str(tmp_path))
+        resumed = manager.load()
+        next(iter(loader))
+        model(torch.ones(2)).sum().backward()
+        optimizer.step()
+        manager.save(1 + resumed)
+        manager.close()
+        changed = "data loader dataloader.batch_size 2 -> 4 (training continues with this script's)"
+        assert (changed in caplog.text) == resumed == (size == 4)
+
+
 def test_pipeline_stages_are_refused():
     with pytest.raises(UnsupportedError, match="pipeline stages"):
         build(model_parts=[nn.Linear(2, 2), nn.Linear(2, 2)])

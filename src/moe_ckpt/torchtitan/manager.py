@@ -52,14 +52,17 @@ class LoaderPosition:
 
     Args:
         loader: Its data set's state must be plain data, tensors or arrays.
+
+    Attributes:
+        loader: As given.
     """
 
     def __init__(self, loader: ParallelAwareDataloader) -> None:
-        self._loader = loader
+        self.loader = loader
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the position, and the number of ranks that the data is divided over."""
-        return {"ranks": self._loader.dp_world_size, "loader": StatefulDataLoader.state_dict(self._loader)}
+        return {"ranks": self.loader.dp_world_size, "loader": StatefulDataLoader.state_dict(self.loader)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restores the result of ``state_dict``.
@@ -67,14 +70,14 @@ class LoaderPosition:
         Raises:
             ConfigError: The data is divided over another number of ranks.
         """
-        ranks = self._loader.dp_world_size
+        ranks = self.loader.dp_world_size
         if state["ranks"] != ranks:
             raise ConfigError(
                 f"the checkpoint's run divided its data by {state['ranks']}, and this one by {ranks}: positions in the "
                 "data cannot be carried over. Use as many ranks for data parallelism, or start a new run with "
                 "weights_from="
             )
-        StatefulDataLoader.load_state_dict(self._loader, state["loader"])
+        StatefulDataLoader.load_state_dict(self.loader, state["loader"])
 
 
 class CheckpointManager(BaseCheckpointManager):
@@ -192,8 +195,8 @@ class CheckpointManager(BaseCheckpointManager):
         self._is_loaded, self._step = True, position.step
         if position.step and not position.restored:  # by another host
             trainer.step = position.step
-        if (position.restored or position.step) and isinstance(self._loader, ParallelAwareDataloader):
-            checkpoint.iterate_quietly(self._loader)
+            if isinstance(self._loader, ParallelAwareDataloader):
+                checkpoint.iterate_quietly(self._loader)
         if hasattr(trainer, "validator"):
             trainer.validator.validate = self._before_counting(trainer.validator.validate)
         return position.restored

@@ -17,11 +17,14 @@ from torch import nn
 
 pytest.importorskip("torchtitan.trainer", exc_type=ImportError)
 
+from torch.utils.data import IterableDataset
+
 from moe_ckpt import Memory, newest_step
 from moe_ckpt.errors import ConfigError, UnsupportedError
 from moe_ckpt.policies import MoC
 from moe_ckpt.run.options import Options, OptionValues
 from moe_ckpt.torchtitan import CheckpointManager
+from moe_ckpt.torchtitan.manager import LoaderPosition
 from tests.integration import torchtitan_run
 from tests.integration.test_plain_loop import require_alike
 from tests.integration.torchtitan_run import BATCH, SEQ, STEPS, TOP_K, Run
@@ -213,6 +216,35 @@ def test_another_size_of_batches_is_told(tmp_path: Path, caplog: pytest.LogCaptu
         manager.close()
         changed = "data loader dataloader.batch_size 2 -> 4 (training continues with this script's)"
         assert (changed in caplog.text) == resumed == (size == 4)
+
+
+class Grown(IterableDataset):
+    """Its state is a list that it changes, as in the data sets of torchtitan."""
+
+    def __init__(self) -> None:
+        self.words: list[int] = []
+
+    def __iter__(self):
+        while True:
+            self.words.append(len(self.words))
+            yield self.words[-1]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"words": self.words}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.words = state["words"]
+
+
+def test_a_worker_may_change_a_list_in_its_state():
+    from torchtitan.components.dataloader import ParallelAwareDataloader
+
+    first, second = (ParallelAwareDataloader(Grown(), 0, 1, batch_size=2, num_workers=1) for _ in range(2))
+    position, batches = LoaderPosition(first), iter(first)
+    for _ in range(3):
+        next(batches)
+    LoaderPosition(second).load_state_dict(position.state_dict())
+    assert next(iter(second)).tolist() == next(batches).tolist() == [6, 7]
 
 
 def test_pipeline_stages_are_refused():

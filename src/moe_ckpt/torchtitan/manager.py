@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import MISSING, dataclass, fields
+from functools import partial
 from typing import Annotated, Any
 
 import torch
@@ -59,6 +61,8 @@ class LoaderPosition:
 
     def __init__(self, loader: ParallelAwareDataloader) -> None:
         self.loader = loader
+        if loader.num_workers and hasattr(loader.dataset, "state_dict"):
+            loader.dataset.state_dict = partial(_copied_state, loader.dataset)
 
     def state_dict(self) -> dict[str, Any]:
         """Returns the position, and the number of ranks that the data is divided over."""
@@ -78,6 +82,14 @@ class LoaderPosition:
                 "weights_from="
             )
         StatefulDataLoader.load_state_dict(self.loader, state["loader"])
+
+
+def _copied_state(data: Any) -> Any:
+    """Returns a data set's state that stays as it is: a worker compares it with the next one, and sends it later.
+
+    torchtitan's data sets return lists that they change.
+    """
+    return deepcopy(type(data).state_dict(data))
 
 
 class CheckpointManager(BaseCheckpointManager):

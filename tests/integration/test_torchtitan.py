@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 import secrets
@@ -17,11 +18,14 @@ from torch import nn
 
 pytest.importorskip("torchtitan.trainer", exc_type=ImportError)
 
+import datasets
 from torch.utils.data import IterableDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
 
+import moe_ckpt
 from moe_ckpt import Memory, newest_step
 from moe_ckpt.errors import ConfigError, UnsupportedError
-from moe_ckpt.policies import MoC
+from moe_ckpt.policies import Dense, MoC
 from moe_ckpt.run.options import Options, OptionValues
 from moe_ckpt.torchtitan import CheckpointManager
 from moe_ckpt.torchtitan.manager import LoaderPosition
@@ -245,6 +249,26 @@ def test_a_worker_may_change_a_list_in_its_state():
         next(batches)
     LoaderPosition(second).load_state_dict(position.state_dict())
     assert next(iter(second)).tolist() == next(batches).tolist() == [6, 7]
+
+
+def test_a_streamed_data_set_goes_on_after_restarts_in_a_row(tmp_path: Path):
+    """In the second one a worker has made no batch since the first; it told the data set's beginning then."""
+    stream = datasets.Dataset.from_dict({"number": range(64)}).to_iterable_dataset(num_shards=2)
+
+    def train(store: str, last: int) -> list[list[int]]:
+        model, trained = nn.Linear(2, 2), []
+        optimizer = torch.optim.SGD(model.parameters())
+        loader = StatefulDataLoader(copy.deepcopy(stream), batch_size=4, num_workers=2)
+        parts = {"policy": Dense(), "dirpath": tmp_path / store, "stateful": {"data": loader}}
+        with moe_ckpt.attach(model, optimizer, **parts) as ckpt:
+            done, batches = ckpt.resume().step, iter(loader)
+            for step in range(done + 1, last + 1):
+                trained.append(next(batches)["number"].tolist())
+                optimizer.step()
+                ckpt.after_step(step)
+        return trained
+
+    assert [batch for last in (3, 4, 8) for batch in train("restarted", last)] == train("whole", 8)
 
 
 def test_pipeline_stages_are_refused():

@@ -21,6 +21,7 @@ from moe_ckpt.driver.messages import Messages
 from moe_ckpt.driver.states import Action, Advice, Lifecycle, Moment, State
 from moe_ckpt.errors import ReplayDivergedError, SaveFailedError
 from moe_ckpt.format.manifest import Manifest, parse_step_dir
+from moe_ckpt.modeling.streams import tell_loaded_positions
 from moe_ckpt.ports import Communicator, TrainingState, TransferGate
 from moe_ckpt.profiling import profilers
 from moe_ckpt.reading.memory.slot_storage import OpenedMemory
@@ -162,6 +163,7 @@ class Driver:
 
             secs = self.options.memory.sealing_secs
             self.survivors = Surviving(session.follow(Survivor), comm.rank, self._host, secs, localized)
+        tell_loaded_positions()
         self.lifecycle.move(Action.OPEN, "open()")
         if localized is not None:
             localized.open(session)

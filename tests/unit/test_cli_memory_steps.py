@@ -17,7 +17,7 @@ from moe_ckpt.cli.main import main
 from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.format.slot import decode_slot
 from moe_ckpt.interop.export import export
-from moe_ckpt.policies import Dense, MoC
+from moe_ckpt.policies import Dense, MoC, MoEvement
 from moe_ckpt.tiers import host_memory
 from tests.support.spoiled import flip
 from tests.support.store_builder import values_at
@@ -79,6 +79,26 @@ def test_a_step_that_only_memory_has_is_shown_verified_and_exported(where, tmp_p
     assert after == before, "nothing is changed, and nothing is left behind"
     with life(where, policy) as second:
         assert second.session.tier.left_slots.slots, "a start still goes on from it"
+
+
+def test_a_window_that_memory_has_is_verified_and_not_exported(where, tmp_path, capsys):  # noqa: F811
+    train_and_fail(where, steps=6, policy=MoEvement(window=2))
+    store, memory = map(str, where)
+    _, facts = answer(capsys, "inspect", store, "--directory", memory)
+    newest = facts["steps"][0]
+    assert (newest["in_memory"], len(newest["window_steps"])) == (True, 2)
+    expected = {"path": store, "usable": [newest["directory"]], "damages": []}
+    assert answer(capsys, "verify", store, "--directory", memory) == (0, expected)
+    assert main(["verify", f"{store}/{newest['directory']}", "--directory", memory]) == 0
+    capsys.readouterr()
+    out = str(tmp_path / "out")
+    for path in (store, f"{store}/{newest['directory']}"):
+        assert main(["export", path, "--directory", memory, "--to", "dcp", "-o", out]) == 2
+        assert f"{newest['directory']} is a sparse window" in capsys.readouterr().err
+    for path in where[1].rglob("*.head"):
+        flip(path, 16)
+    assert main(["verify", store, "--directory", memory]) == 1
+    assert "damaged: " in capsys.readouterr().out
 
 
 def test_optimizer_state_comes_along(where, tmp_path):  # noqa: F811

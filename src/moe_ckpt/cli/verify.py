@@ -95,13 +95,14 @@ def _run_on_memory(args: argparse.Namespace) -> int:
 
     storage, directory = locate(args.path)
     with MemoryOutside(StoreReader(storage), args.directory) as memory:
-        stored = memory.stored(directory)
+        stored = memory.stored(directory, windows=True)
         if stored is not None:
             print(f"{stored} is on storage, and verified there:", file=sys.stderr)
             return _run_on_storage(args, f"{storage.root}/{stored}")
         usable: list[str] = []
         try:
-            manifest = memory.opened(None if directory is None else step_of(directory), verify_opened).manifest
+            step = None if directory is None else step_of(directory)
+            manifest = memory.opened(step, verify_opened, windows=True).manifest
             usable.append(manifest.directory)
             older = f", with {manifest.stale_experts} experts older than that" if manifest.stale_experts else ""
             outcome = f"{manifest.directory} can be made of what is undamaged{older}"

@@ -21,6 +21,7 @@ from moe_ckpt.errors import (
     NoCheckpointError,
     StepRemovedError,
     StoreError,
+    sparse_window,
 )
 from moe_ckpt.format.manifest import Manifest, ModelRecord, age_of, step_of
 from moe_ckpt.memory.directory import (
@@ -135,16 +136,17 @@ class MemoryOutside:
             if checkpoint is newest_log or not checkpoint.is_log:
                 yield self.memory.opener(checkpoint)()
 
-    def stored(self, named: str | None) -> str | None:
+    def stored(self, named: str | None, *, windows: bool = False) -> str | None:
         """Returns the step directory to read on storage; None if only memory may have it.
 
         Args:
             named: A step directory; another of the same step is taken if neither has this one. None for the newest
-                that is not passed over, as sparse windows and values that are not finite are.
+                that is not passed over, as values that are not finite are.
+            windows: As of ``opened``.
         """
-        directories, in_memory = self._reader.directories(), [one.directory for one in self._complete()]
+        directories, in_memory = self._reader.directories(), [one.directory for one in self._complete(windows=windows)]
         if named is None:
-            newest = next((directory for directory in directories if not self._is_passed_over(directory)), None)
+            newest = next((directory for directory in directories if self._is_taken(directory, windows=windows)), None)
             if newest is None or not in_memory or age_of(newest) < age_of(in_memory[0]):
                 return None
             return newest
@@ -152,32 +154,37 @@ class MemoryOutside:
             return named if named in directories else None
         return next((directory for directory in directories if step_of(directory) == step_of(named)), None)
 
-    def _is_passed_over(self, directory: str) -> bool:
+    def _is_taken(self, directory: str, *, windows: bool) -> bool:
         try:
             manifest = self._reader.manifest(directory)
         except DamagedError:  # which is said by whoever reads it then
-            return False
-        return bool(manifest.not_finite or manifest.window)
+            return True
+        return not manifest.not_finite and (windows or not manifest.window)
 
-    def opened(self, step: int | None, verify: Callable[[OpenedMemory], None]) -> OpenedMemory:
+    def opened(
+        self, step: int | None, verify: Callable[[OpenedMemory], None], *, windows: bool = False
+    ) -> OpenedMemory:
         """Returns a checkpoint whose bytes were verified: of damaged slots other copies are taken, if there are any.
 
         Args:
             step: None for the newest.
             verify: Reads what is needed. Raises ``DamagedError``.
+            windows: Sparse windows will do.
 
         Raises:
             NoCheckpointError: It cannot be made; says which operators lack which steps, or which slots are damaged. Or
                 storage has it.
             DamagedError: A file on storage that memory is laid over is damaged, and without it the step is not whole.
+            UnsupportedError: Memory has a sparse window instead.
             MoECheckpointError: As ``MemoryCheckpoints.opener``.
         """
         requested, beneath = step, None
         while True:
-            checkpoint = next(
-                (candidate for candidate in self._complete() if requested in (None, candidate.step)), None
-            )
+            checkpoint = next((one for one in self._complete(windows=windows) if requested in (None, one.step)), None)
             if checkpoint is None:
+                for window in self._complete(windows=True):
+                    if requested in (None, window.step):
+                        raise sparse_window(window.directory, window.shares[0].step, window.step)
                 raise NoCheckpointError(self._unreached(requested))
             if self._stored(checkpoint):
                 raise NoCheckpointError(f"{self._reader.storage.root}/{checkpoint.directory} is there already")

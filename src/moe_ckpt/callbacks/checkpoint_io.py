@@ -12,7 +12,6 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 import lightning.pytorch as pl
@@ -30,7 +29,7 @@ from moe_ckpt.interop.whole import WholeCheckpoint, lightning_dict, module_check
 from moe_ckpt.modeling.optimizer_state import require_same_class
 from moe_ckpt.modeling.training_state import TorchTrainingState
 from moe_ckpt.ports import Communicator
-from moe_ckpt.reading.reader import StoreReader, choose_dense, locate, open_step, require_dense
+from moe_ckpt.reading.reader import StoreReader, choose_dense, locate, open_step, require_dense, split_step
 from moe_ckpt.reading.step_storage import listed_again
 from moe_ckpt.reading.together import (
     DAMAGED,
@@ -53,21 +52,17 @@ _CANDIDATES = 8
 """How many checkpoints of a store are tried at most."""
 
 
-def is_step_path(path: str | os.PathLike[str] | None) -> bool:
-    """Returns whether ``path`` is named like a step directory, or is a link to one."""
+def is_checkpoint(path: str | os.PathLike[str] | None) -> bool:
+    """Returns whether ``path`` names a step directory, or is a store of this package.
+
+    Files of Lightning and torch, by their endings, are not.
+    """
     if path is None:
         return False
-    text = os.fspath(path).rstrip("/")
-    name = Path(text).resolve().name if "://" not in text else text.rsplit("/", 1)[-1]
-    return parse_step_dir(name) is not None
-
-
-def is_store_path(path: str | os.PathLike[str] | None) -> bool:
-    """Returns whether ``path`` is a store of this package. Files of Lightning and torch, by their endings, are not."""
-    if path is None or os.path.splitext(os.fspath(path))[1] in (".ckpt", ".pt", ".pth"):
-        return False
     text = os.fspath(path)
-    if text.startswith(("http://", "https://")):
+    if split_step(text)[1] is not None:
+        return True
+    if os.path.splitext(text)[1] in (".ckpt", ".pt", ".pth") or text.startswith(("http://", "https://")):
         return False
     if "://" in text:
         return open_storage(text).exists(STORE_NAME)
@@ -80,7 +75,7 @@ def load_named(path: str | os.PathLike[str], load: Callable[[StoreReader, Manife
     """Loads the checkpoint at ``path``, not to train on. For a store a collective, so that ranks load the same step.
 
     Args:
-        path: One for which ``is_step_path`` or ``is_store_path`` holds.
+        path: One for which ``is_checkpoint`` holds.
         load: Loads one checkpoint on this rank; called with an older one of a store if any rank found it damaged.
 
     Raises:
@@ -90,7 +85,7 @@ def load_named(path: str | os.PathLike[str], load: Callable[[StoreReader, Manife
         UnsupportedError: The named step is a sparse window.
         StoreError: Rank 0 could not choose a checkpoint of the store.
     """
-    if is_step_path(path):
+    if split_step(path)[1] is not None:
         return load(*open_step(path))
     return load_named_together(path, lambda comm, opens: together(comm, lambda: load(*opens())), fitting=False)
 
@@ -120,12 +115,12 @@ def load_named_together(
         return _load_first(text, reader, directories, load, comm)
 
     try:
-        if not is_step_path(text):
+        if directory is None:
             return listed_again(newest)
         try:
             return load(comm, lambda: open_step(text))
         except NotUsableError as error:
-            if error.kind == DAMAGED and directory is not None:
+            if error.kind == DAMAGED:
                 require_committed(comm, reader.storage, directory)
             raise_on_all_ranks(comm, error, text)
     finally:
@@ -189,7 +184,7 @@ def load_from_checkpoint(module_class: type[Module], path: str | os.PathLike[str
             f"load_from_checkpoint({_shown(module_class)}, {_shown(path)}): give the class first and the path second: "
             "load_from_checkpoint(LitModel, 'checkpoints/my_run')"
         )
-    if not (is_step_path(path) or is_store_path(path)):
+    if not is_checkpoint(path):
         raise NoCheckpointError(f"{os.fspath(path)} is {_other(os.fspath(path), module_class.__name__)}")
     file = io.BytesIO()
     torch.save(load_named(path, module_checkpoint), file)
@@ -251,7 +246,7 @@ class MoECheckpointIO(CheckpointIO):
             NoCheckpointError: The step or store is not there, or nothing in it can be used.
             DamagedError: The bytes of the step are not intact.
         """
-        if is_step_path(path) or is_store_path(path):
+        if is_checkpoint(path):
             return load_named_together(path, _load, fitting=self.fitting())
         if type(self.inner) is TorchCheckpointIO and os.path.isdir(path):
             raise NoCheckpointError(
@@ -317,7 +312,7 @@ def load_steps_into_shards(trainer: pl.Trainer) -> None:
     lightnings_own = trainer.strategy.load_checkpoint
 
     def load_checkpoint(path: PATH, weights_only: bool | None = None) -> dict[str, Any]:
-        if not (is_step_path(path) or is_store_path(path)):
+        if not is_checkpoint(path):
             return lightnings_own(path, weights_only)
         return load_named_together(path, load, fitting=trainer.state.fn == "fit")
 

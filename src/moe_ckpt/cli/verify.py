@@ -43,7 +43,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
 def _run_on_storage(args: argparse.Namespace, path: str) -> int:
     from moe_ckpt.errors import StepRemovedError
     from moe_ckpt.format.manifest import MANIFEST_NAME
-    from moe_ckpt.reading.reader import locate, open_store
+    from moe_ckpt.reading.reader import open_store, split_step
     from moe_ckpt.reading.step_storage import listed_again
     from moe_ckpt.reading.verify import Verified, verify_steps
 
@@ -56,7 +56,7 @@ def _run_on_storage(args: argparse.Namespace, path: str) -> int:
             raise StepRemovedError(reader.storage.root, outcome.removed, f"{outcome.removed[0]}/{MANIFEST_NAME}")
         return [step for step in steps if step not in outcome.removed], uncommitted, outcome
 
-    checked, uncommitted, outcome = verified() if locate(path)[1] is not None else listed_again(verified)
+    checked, uncommitted, outcome = verified() if split_step(path)[1] is not None else listed_again(verified)
     damages, usable = outcome.damages, outcome.usable
     if args.json:
         facts = {

@@ -17,7 +17,7 @@ from moe_ckpt.interop.weights import choose, common_beginnings, raising_on_all_r
 from moe_ckpt.interop.whole import unmark
 from moe_ckpt.ports import Communicator, TrainingState
 from moe_ckpt.reading.index import TensorIndex, split_key
-from moe_ckpt.reading.reader import StoreReader, locate
+from moe_ckpt.reading.reader import StoreReader, locate, split_step
 from moe_ckpt.reading.restore import MODEL, weight_specs
 from moe_ckpt.reading.step_storage import listed_again
 from moe_ckpt.reading.together import by_rank_zero
@@ -256,4 +256,4 @@ def load_handover(
             _, restored = load_step(comm, lambda: (reader, reader.manifest(directory)), state, admits)
         return Handover(reader, restored.manifest, restored.plain, restored.path, passed)
 
-    return newest() if locate(text)[1] is not None else listed_again(newest)
+    return newest() if split_step(text)[1] is not None else listed_again(newest)

@@ -24,7 +24,15 @@ from moe_ckpt.interop.whole import module_buffers
 from moe_ckpt.modeling import module_state
 from moe_ckpt.modeling.names import clean_name, tied_aliases
 from moe_ckpt.ports import Communicator, StateTensor, TensorMeta, TrainingState
-from moe_ckpt.reading.reader import StoreReader, check_checkpoint, choose_dense, locate, open_step, require_dense
+from moe_ckpt.reading.reader import (
+    StoreReader,
+    check_checkpoint,
+    choose_dense,
+    locate,
+    open_step,
+    require_dense,
+    split_step,
+)
 from moe_ckpt.reading.restore import MODEL, box_of, weight_specs
 from moe_ckpt.reading.shared_reading import TensorLoader
 from moe_ckpt.reading.step_storage import listed_again
@@ -254,7 +262,7 @@ def load_weights(
             together(comm, lambda: plan.source.copy(plan.pairs))
         return LoadedWeights(plan.source.title + passed, plan.tensors, plan.absent, unused)
 
-    return newest() if locate(text)[1] is not None else listed_again(newest)
+    return newest() if split_step(text)[1] is not None else listed_again(newest)
 
 
 @contextmanager

@@ -509,13 +509,19 @@ def with_step(path: str | os.PathLike[str], use: Callable[[StoreReader, Manifest
         StepRemovedError: The named step was removed meanwhile, or of a store one after the other.
         MoECheckpointError: As ``open_step``, and what ``use`` raises.
     """
-    if locate(path)[1] is not None:
+    if split_step(path)[1] is not None:
         return use(*open_step(path))
     return listed_again(lambda: use(*open_step(path, dense=dense)))
 
 
 def locate(path: str | os.PathLike[str]) -> tuple[Storage, str | None]:
-    """Returns (the store's storage, name of the step directory or None) of a path.
+    """Returns (the store's storage, name of the step directory or None) of a path, as ``split_step``."""
+    root, directory = split_step(path)
+    return open_storage(root), directory
+
+
+def split_step(path: str | os.PathLike[str]) -> tuple[str, str | None]:
+    """Returns (path or URL of the store, name of the step directory or None) of a path.
 
     Local links are followed, so that a link named "last" is a step; the path of a manifest is one, too.
     """
@@ -524,6 +530,4 @@ def locate(path: str | os.PathLike[str]) -> tuple[Storage, str | None]:
         text = os.path.realpath(os.path.expanduser(text))
     text = text.rstrip("/").removesuffix(f"/{MANIFEST_NAME}")
     parent, _, name = text.rpartition("/")
-    if parse_step_dir(name) is not None:
-        return open_storage(parent or "/"), name
-    return open_storage(text or "/"), None
+    return (text or "/", None) if parse_step_dir(name) is None else (parent or "/", name)

@@ -23,9 +23,9 @@ from moe_ckpt.driver import run as driver_run
 from moe_ckpt.errors import SaveFailedError, StoreError
 from moe_ckpt.format.manifest import MANIFEST_NAME, PART_NAME, STORE_NAME, parse_step_dir
 from moe_ckpt.ledger.retention import RetentionPolicy
+from moe_ckpt.reading.reader import StoreReader
 from moe_ckpt.recovery.resume import resume_newest
 from moe_ckpt.session import opening
-from moe_ckpt.session.opening import open_store
 from moe_ckpt.storage import LocalStorage
 from moe_ckpt.testing import FaultyStorage
 from tests.integration.crash_run import Run, StopHere, build, final_state, loaders
@@ -57,7 +57,7 @@ def one_thread():
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
-    monkeypatch.setattr(opening, "open_store", partial(open_store, patience_secs=0.3))
+    monkeypatch.setattr(opening, "StoreReader", partial(StoreReader, patience_secs=0.3))
     monkeypatch.setattr(driver_run, "resume_newest", partial(resume_newest, read_patience_secs=0.3))
 
 

@@ -14,17 +14,16 @@ import pytest
 from moe_ckpt.errors import DamagedError, StoreError
 from moe_ckpt.format.manifest import parse_step_dir, step_dir
 from moe_ckpt.format.sealed import seal
-from moe_ckpt.ledger.retention import RetentionPolicy
 from moe_ckpt.policies import MoC
 from moe_ckpt.reading.reader import StoreReader, newest_good
 from moe_ckpt.run.documents import read_header, read_manifest, read_parts, read_sealed
-from moe_ckpt.session.opening import describe_differences, open_store
-from moe_ckpt.storage import LocalStorage, StoreLock
+from moe_ckpt.session.opening import describe_differences
+from moe_ckpt.storage import LocalStorage
 from tests.support.collecting import clean_start
 from tests.support.store_builder import example
 from tests.support.verifying import verify_store
 from tests.unit.builders import catalog
-from tests.unit.engine_parts import PATIENCE_SECS, Life, SoloCommunicator
+from tests.unit.engine_parts import PATIENCE_SECS, Life
 
 NEWEST = "step_00000003/MANIFEST.json"
 SIZES = (8 << 20, 900 << 20, 3 << 30, 1 << 40)
@@ -88,11 +87,10 @@ def test_opening_a_store_whose_documents_have_grown(tmp_path, nbytes, memory):
     example(tmp_path)
     for name in ("store.json", NEWEST):
         grow(tmp_path, name, nbytes)
-    storage = LocalStorage(tmp_path)
-    lock = StoreLock(storage, "test")
+    life = Life(LocalStorage(tmp_path), catalog(1, 4))
     with pytest.raises(StoreError, match="another model"):
-        open_store(storage, catalog(1, 4), SoloCommunicator(), lock, RetentionPolicy())
-    assert lock._taken is None
+        life.session.open()
+    assert life.session._run.lock._taken is None
     assert memory() < 32 << 20
 
 
@@ -100,11 +98,10 @@ def test_a_step_directory_is_no_store(tmp_path):
     example(tmp_path)
     step = tmp_path / "step_00000003"
     files = {path.name: path.stat().st_mtime_ns for path in step.iterdir()}
-    storage = LocalStorage(step)
-    lock = StoreLock(storage, "test")
+    life = Life(LocalStorage(step), catalog(1, 4))
     with pytest.raises(StoreError, match=f"{step} is one checkpoint, step_00000003, of the store {tmp_path}: name"):
-        open_store(storage, catalog(1, 4), SoloCommunicator(), lock, RetentionPolicy())
-    assert lock._taken is None
+        life.session.open()
+    assert life.session._run.lock._taken is None
     assert {path.name: path.stat().st_mtime_ns for path in step.iterdir()} == files
 
 

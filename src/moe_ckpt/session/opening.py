@@ -13,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from moe_ckpt.commit.commit import Committer
 from moe_ckpt.commit.keeping import StoreKeeper
 from moe_ckpt.commit.pipeline import Pipeline
-from moe_ckpt.core.operators import Catalog
 from moe_ckpt.errors import (
     DamagedError,
     FormatVersionError,
@@ -23,15 +22,11 @@ from moe_ckpt.errors import (
 )
 from moe_ckpt.format.manifest import MANIFEST_NAME, PART_NAME, STORE_NAME, parse_step_dir
 from moe_ckpt.format.run_records import Identity
-from moe_ckpt.ledger.retention import RetentionPolicy
-from moe_ckpt.ports import Communicator
 from moe_ckpt.reading.reader import StoreReader
-from moe_ckpt.reading.step_storage import PATIENCE_SECS
 from moe_ckpt.reading.together import by_rank_zero
 from moe_ckpt.run.context import RunContext
 from moe_ckpt.run.documents import read_header, read_manifest
 from moe_ckpt.storage.base import ReadableStorage, Storage
-from moe_ckpt.storage.lock import StoreLock
 from moe_ckpt.tiers.host_memory import leave, open_memory
 
 log = logging.getLogger("moe_ckpt")
@@ -42,19 +37,8 @@ _MODEL = "model/"
 _SHOWN = 3
 
 
-def open_store(
-    storage: Storage,
-    catalog: Catalog,
-    comm: Communicator,
-    lock: StoreLock,
-    retention: RetentionPolicy,
-    patience_secs: float = PATIENCE_SECS,
-) -> tuple[str, int, StoreKeeper | None]:
-    """Called once by all ranks before training; rank 0 takes the ``lock``.
-
-    Args:
-        catalog: Of the model.
-        patience_secs: For how long, in all, reads that fail are tried again.
+def open_store(run: RunContext) -> tuple[str, int, StoreKeeper | None]:
+    """Called once by all ranks before training; rank 0 takes the lock, and holds it on after an error.
 
     Returns:
         The store's run, the generation that this life of it writes under, and rank 0's keeper.
@@ -70,53 +54,37 @@ def open_store(
     def opened() -> tuple[str, int]:
         nonlocal keeper
         try:
-            run_id, generation, keeper = _open(storage, catalog, lock, retention, patience_secs, comm.world_size)
+            run_id, generation, keeper = _open(run)
         except MoECheckpointError:
             raise
         except OSError as error:
-            raise StoreUnwritableError(f"the store {storage.root} cannot be opened: {error}") from error
+            raise StoreUnwritableError(f"the store {run.storage.root} cannot be opened: {error}") from error
         return run_id, generation
 
-    try:
-        run_id, generation = by_rank_zero(comm, opened, "open the store")
-    except BaseException:
-        if keeper is not None:  # the others did not hear of it
-            lock.release()
-        raise
+    run_id, generation = by_rank_zero(run.comm, opened, "open the store")
     return run_id, generation, keeper
 
 
-def _open(
-    storage: Storage,
-    catalog: Catalog,
-    lock: StoreLock,
-    retention: RetentionPolicy,
-    patience_secs: float,
-    ranks: int,
-) -> tuple[str, int, StoreKeeper]:
-    fingerprint = catalog.fingerprint
+def _open(run: RunContext) -> tuple[str, int, StoreKeeper]:
+    storage, fingerprint = run.storage, run.catalog.fingerprint
     if {MANIFEST_NAME, PART_NAME} & set(storage.list()):
         store, _, step = str(storage.root).rpartition("/")
         raise StoreError(f"{storage.root} is one checkpoint, {step}, of the store {store}: name {store} as dirpath")
     storage.probe()
-    lock.acquire()
-    try:
-        lock.renew_meanwhile()
-        reader = StoreReader(storage, patience_secs)
-        names = reader.storage.list()
-        steps = {name: parsed for name in names if (parsed := parse_step_dir(name)) is not None}
-        identity = _identity(storage, reader, names, has_steps=bool(steps))
-        if identity is None:
-            identity = Identity(secrets.token_hex(16), fingerprint, time.time())
-            storage.write(STORE_NAME, [identity.encode()])
-        if identity.fingerprint != fingerprint:
-            differences = describe_differences(reader.storage, sorted(steps), catalog.parameters)
-            identity.require_model(fingerprint, storage.root, differences)
-        keeper = StoreKeeper(storage, identity, retention, lock, ranks)
-        keeper.clean_start()
-    except BaseException:
-        lock.release()
-        raise
+    run.lock.acquire()
+    run.lock.renew_meanwhile()
+    reader = StoreReader(storage)
+    names = reader.storage.list()
+    steps = {name: parsed for name in names if (parsed := parse_step_dir(name)) is not None}
+    identity = _identity(storage, reader, names, has_steps=bool(steps))
+    if identity is None:
+        identity = Identity(secrets.token_hex(16), fingerprint, time.time())
+        storage.write(STORE_NAME, [identity.encode()])
+    if identity.fingerprint != fingerprint:
+        differences = describe_differences(reader.storage, sorted(steps), run.catalog.parameters)
+        identity.require_model(fingerprint, storage.root, differences)
+    keeper = StoreKeeper(storage, identity, run.settings.retention, run.lock, run.comm.world_size)
+    keeper.clean_start()
     generation = 1 + max((generation for _, generation in steps.values()), default=-1)
     return identity.run_id, generation, keeper
 
@@ -190,7 +158,7 @@ def open_pipeline(run: RunContext) -> Pipeline:
 
     Where that fails, the lock is held on: ``StoreLock.release`` must follow.
     """
-    run_id, generation, keeper = open_store(run.storage, run.catalog, run.comm, run.lock, run.settings.retention)
+    run_id, generation, keeper = open_store(run)
     tier = open_memory(run, run_id, generation)
     try:
         run.comm.enter(tier.generation)

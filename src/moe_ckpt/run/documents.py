@@ -11,7 +11,6 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
-from functools import partial
 from typing import Any, TypeVar
 
 from moe_ckpt.errors import DamagedError, FormatVersionError, StoreError
@@ -271,9 +270,7 @@ def _read_ahead(dirpath: str, stop: threading.Event) -> None:
         newest = next((name for name in reversed(steps) if steps[name]), None)
         if newest is None or stop.is_set():
             return
-        manifest = read_commit(storage, newest)
-        whole = composed(manifest, read_parts(manifest, {}, partial(read_part, storage)))
-        for path in [record.path for record in whole.files if record.rank == rank]:
+        for path in [record.path for record in read_manifest(storage, newest, {}).files if record.rank == rank]:
             _read_file(os.path.join(storage.root, *split_path(path, storage.root)), stop)
     except Exception as error:  # the resume meets the same error, and reports it
         log.info("%s is not read ahead: %s", dirpath, error)

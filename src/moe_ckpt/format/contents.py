@@ -167,32 +167,23 @@ _PLAIN: Schema = {
 
 # --- gradient logs ---
 
-_names = value(
-    lambda datum: isinstance(datum, (list, tuple)) and all(isinstance(name, str) for name in datum), "a list of names"
-)
-
 
 def _as_many(count: Any) -> str:
     of_each = count["values"].dim() == 1 and len(count["values"]) == len(count["units"])
     return "" if of_each else f".values are not one for each of {len(count['units'])} units"
 
 
-def _many(item_schema: Schema) -> Check:
-    """Returns a check of a list or tuple."""
-    return lambda datum: fault_in([item_schema], list(datum) if isinstance(datum, tuple) else datum)
-
-
 _GRADIENT_LOG: Schema = {
-    "updates": _many(
+    "updates": [
         {
             "optimizer": whole(),
-            "groups": _many(_HYPERPARAMETERS),
-            "parameters": _names,
+            "groups": [_HYPERPARAMETERS],
+            "parameters": [text],
             "grad_scale": maybe(_amount),
             "found_inf": maybe(_amount),
         }
-    ),
-    "counts": _many(both({"optimizer": whole(), "state": text, "units": _names, "values": _tensor}, _as_many)),
+    ],
+    "counts": [both({"optimizer": whole(), "state": text, "units": [text], "values": _tensor}, _as_many)],
 }
 
 # --- trainers ---

@@ -155,10 +155,10 @@ def both(first: Schema, then: Schema) -> Check:
 
 
 def listing(item_schema: Schema, *, least: int = 0, most: int | None = None) -> Check:
-    """A list of things of one kind, of bounded length."""
+    """A list, or a tuple of plain state, of things of one kind, of bounded length."""
 
     def check(datum: Any) -> str:
-        if not isinstance(datum, list):
+        if not isinstance(datum, (list, tuple)):
             return f" is {shown(datum)}, but must be a list"
         if len(datum) < least or (most is not None and len(datum) > most):
             return f" has {len(datum)} items, but must have at least {least}" + (f" and at most {most}" if most else "")

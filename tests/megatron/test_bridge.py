@@ -236,6 +236,8 @@ def test_bridges_own_checkpoint_is_where_an_empty_store_begins(tmp_path: Path):
 def test_what_cannot_be_saved_is_said_at_the_start(tmp_path: Path):
     with pytest.raises(ConfigError, match="polcy"):
         MoECheckpointCallback(polcy=None)
+    with pytest.raises(ConfigError, match=r"upstream_bytes.*all stages communicate"):
+        MoECheckpointCallback(memory=Memory(upstream_bytes="1MB"))
     with pytest.raises(ConfigError, match="fired no on_data_init_start"):
         MoECheckpointCallback().on_train_end(None)
     job = replace(ALONE, directory=str(tmp_path), iterations=1)

@@ -76,6 +76,13 @@ class MoECheckpointCallback:
         **options: Unpack[OptionValues],
     ) -> None:
         self._options = megatron_options("MoECheckpointCallback", policy, dirpath, options)
+        memory = self._options.memory
+        if memory is not None and memory.upstream_bytes is not None:
+            raise ConfigError(
+                "MoECheckpointCallback(memory=Memory(upstream_bytes=...)): between two iterations Megatron-Bridge lets "
+                "all stages communicate, which a stage that computes iterations again alone cannot. Leave it out, so "
+                "that all ranks go back"
+            )
         self._stateful = stateful or {}
         self.checkpoint: MegatronCheckpoint | None = None
 

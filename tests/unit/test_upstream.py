@@ -190,11 +190,11 @@ def test_what_earlier_lives_left_counts_and_goes_first(log, tmp_path):
     assert [each.header.step for each in sealed_logs(own)] == [3, 4]
 
 
-def step_once(root: Path) -> None:
-    """One start of a run that logs no messages, which ends after a step."""
+def step_once(root: Path, **logs: str) -> None:
+    """One start of a run, which ends after a step."""
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.Adam(model.parameters())
-    memory = Memory(directory=str(root), storage_every=1000)
+    memory = Memory(directory=str(root), storage_every=1000, **logs)
     ckpt = attach(model, optimizer, policy=Dense(), dirpath=root / "store", memory=memory)
     begun = ckpt.resume().step
     model(torch.ones(1, 2)).sum().backward()
@@ -467,3 +467,8 @@ def test_lightning_has_no_stages():
 
     with pytest.raises(ConfigError, match="Lightning trains without a pipeline"):
         MoECheckpoint(memory=Memory(upstream_bytes="1GB"))
+
+
+def test_a_loop_without_megatron_has_no_stages_either(tmp_path):
+    with pytest.raises(ConfigError, match="only stages of a Megatron pipeline"):
+        step_once(tmp_path, upstream_bytes="1MB")

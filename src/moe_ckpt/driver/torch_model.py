@@ -14,6 +14,7 @@ from moe_ckpt.core.operators import grid_of
 from moe_ckpt.driver.changes import Change, groups_of, optimizer_changes
 from moe_ckpt.driver.host import Host, loading_state
 from moe_ckpt.driver.run import Driver
+from moe_ckpt.errors import ConfigError
 from moe_ckpt.interop.handover import Handover, load_handover
 from moe_ckpt.interop.weights import LoadedWeights, load_module_weights
 from moe_ckpt.modeling.discover import build_catalog, find_moe_layers
@@ -52,6 +53,10 @@ def open_torch(
         ConfigError: The policy does not suit the model; else as ``CheckpointSession.open``.
     """
     options, needs, stopwatch = driver.options, driver.options.needs, driver.stopwatch
+    if options.memory is not None and options.memory.upstream_bytes is not None:
+        raise ConfigError(
+            "Memory(upstream_bytes=...): only stages of a Megatron pipeline go back alone. Leave it out"
+        )
     layers = find_moe_layers(module)
     catalog = build_catalog(module, layers)
     options.policy.check(catalog)

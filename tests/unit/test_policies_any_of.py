@@ -120,7 +120,6 @@ def test_the_first_step_that_is_due_is_anybodys():
 
 COMBINED = {
     "boost": (None, 0.2, 0.2),
-    "gradients": ("as_consumed", "bf16", "bf16"),
     "popularity": (None, "tokens", "tokens"),
     "replicas": (0, 2, 2),
     "bubbles": (False, True, True),
@@ -128,7 +127,7 @@ COMBINED = {
     **dict.fromkeys(("sizes", "lost_tokens", "partial", "tiers"), (True, False, True)),
 }
 """Need -> what two policies say, and both together."""
-OTHERWISE = ("windows", "alone", "next_due", "warning")
+OTHERWISE = ("windows", "gradients", "alone", "next_due", "warning")
 """Refused, or tested above or below."""
 
 
@@ -167,6 +166,7 @@ def test_the_first_warning_of_any_of_them_is_given():
         ([Guarded(MoEvement())], r"AnyOf\(policies\[0\]=Guarded\(.*several steps, and no other"),
         ([CheckFreq(), MoC()], r"AnyOf\(policies\[0\]=CheckFreq\(.*would wait for ever after those of others"),
         ([AnyOf([Dense()]), Says(SnapshotPlan(1), Needs(alone=True))], r"policies\[1\]=Says.*would wait for ever"),
+        ([Dense(), Says(SnapshotPlan(1), Needs(gradients="bf16"))], r"policies\[1\]=Says.*its log has a gap"),
         ([], r"AnyOf\(policies=\[\]\): give at least one policy"),
         (MoC(), r"AnyOf\(policies=MoC\(.*give several policies"),
         ("moc", r"AnyOf\(policies='moc'\): give several policies"),

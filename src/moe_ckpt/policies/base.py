@@ -331,7 +331,7 @@ class Needs:
             process; adapters refuse it without such memory. It gets ``ModelFacts.sizes``, ``coupled``,
             ``snapshot_bytes`` and ``anchored_at``. "as_consumed": a log has them as optimizers consume them. "bf16":
             every rank rounds them to bf16 before each update, so a log takes 2 bytes per parameter and a replay
-            repeats training exactly; this changes training.
+            repeats training exactly; this changes training. Such a policy cannot be combined with others (``AnyOf``).
         tiers: It plans checkpoints in memory and on storage separately, by ``MemoryFacts.tiers``. For
             the simulator, which otherwise writes to storage whatever memory holds.
         partial: Its checkpoints hold some experts in older versions, so a failure loses tokens.

@@ -12,7 +12,7 @@ from moe_ckpt.core.operators import Catalog, expert_id
 from moe_ckpt.core.step import SnapshotPlan
 from moe_ckpt.core.user_text import named_arguments
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.policies.base import BF16, Needs, Policy, PolicyContext, needs_of
+from moe_ckpt.policies.base import Needs, Policy, PolicyContext, needs_of
 from moe_ckpt.policies.budget import MLT_BUDGETS, resolve_budget, top_up, top_up_mlt
 from moe_ckpt.policies.selectors import Expert, experts_of
 
@@ -66,7 +66,7 @@ class AnyOf:
 
     Each policy is asked at every step, with the same context. So each sees the checkpoints of all: ``last_step``,
     ``index`` and ``chosen_at`` include those that other policies started. Policies on multiples of an interval are due
-    as they would be alone; those that need to be alone (``Needs.alone``) are refused.
+    as they would be alone; those that need to be alone (``Needs.alone``), have windows or log gradients are refused.
 
     Attributes:
         policies: A sequence, or a mapping by name, as Hydra composes it; the names have no effect.
@@ -89,7 +89,7 @@ class AnyOf:
         for number, policy in enumerate(self._all):
             require_policy(f"AnyOf(policies[{number}]", policy)
             needs = needs_of(policy)
-            if needs.alone or needs.windows:
+            if needs.alone or needs.windows or needs.gradients:
                 why = (
                     "its log has a gap where another policy's checkpoint replaces its own"
                     if needs.gradients
@@ -114,12 +114,11 @@ class AnyOf:
     @property
     def needs(self) -> Needs:
         every = [needs_of(policy) for policy in self._all]
-        gradients = [needs.gradients for needs in every]
-        flags = ("sizes", "lost_tokens", "tiers", "partial", "bubbles")
+        names = ("sizes", "lost_tokens", "tiers", "partial", "bubbles")
+        flags: dict[str, Any] = {name: any(getattr(needs, name) for needs in every) for name in names}
         return Needs(
-            **{flag: any(getattr(needs, flag) for needs in every) for flag in flags},
+            **flags,
             popularity=next((needs.popularity for needs in every if needs.popularity), None),
-            gradients=BF16 if BF16 in gradients else next(filter(None, gradients), None),
             boost=max((needs.boost for needs in every if needs.boost is not None), default=None),
             replicas=max(needs.replicas for needs in every),
             period_steps=lcm(*(needs.period_steps for needs in every)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -545,6 +546,16 @@ def test_slots_hold_of_every_stage_what_its_ranks_can_save():
     for slot in window.slots:
         assert any(op in second for op in slot)
         assert any(op not in second for op in slot)
+
+
+def test_experts_of_each_stage_take_turns():
+    second = {op for op in ALL if op.split("/")[1] == "1"}
+    run, first = Run(MoEvement(window=3, order="round_robin"), ranks=4, placement=two_stages(second)), Counter()
+    for plan in run.go(1 + 3 * 4):
+        experts = [op for op in plan.full if op.startswith("expert/")]
+        if plan.step and not plan.slot:
+            first.update(next(op for op in experts if (op in second) == stage) for stage in (False, True))
+    assert first == dict.fromkeys((op for op in ALL if op.startswith("expert/")), 1)
 
 
 def test_a_stage_with_little_to_save_does_not_shorten_the_window_of_another():

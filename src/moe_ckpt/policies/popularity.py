@@ -156,14 +156,18 @@ _is_of_model = Remembered(lambda slots, by_id: set(chain.from_iterable(slots)) =
 
 
 def _next_in_turn(context: PolicyContext, former: Window | None) -> tuple[str, ...]:
-    """Returns experts, one place further than in the former window: in E * L windows each is in every place once.
+    """Returns experts, one place further in their pipeline stage than in the former window.
+
+    So of a stage with n experts each is in every place once in n windows. (Windows join the slots of all stages.)
 
     Without a former window the step decides which expert begins, so that a run that fails often does not always begin
     with the same one.
     """
-    catalog = context.model.catalog
+    catalog, stage_of = context.model.catalog, context.model.placement.stage_of
     if former is None:
         experts, places = catalog.experts_in_order, context.run.step % len(catalog.experts)
-    else:
-        experts, places = tuple(filter(catalog.expert_at.__contains__, former.order)), 1
-    return (*experts[places:], *experts[:places])
+        return (*experts[places:], *experts[:places])
+    stages: dict[int, list[str]] = {}
+    for op in filter(catalog.expert_at.__contains__, former.order):
+        stages.setdefault(stage_of.get(op, 0), []).append(op)
+    return tuple(chain.from_iterable([*experts[1:], experts[0]] for experts in stages.values()))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from moe_ckpt.cli.main import main
 from moe_ckpt.errors import ConfigError, CoverageError, UnsupportedError
 from moe_ckpt.interop.export import export
 from moe_ckpt.interop.hub_names import ListedModel
+from moe_ckpt.megatron.inventory import architecture
 from moe_ckpt.reading.reader import open_step
 from tests.megatron import hub_rank
 from tests.support.processes import run_ranks
@@ -99,6 +101,16 @@ def test_another_models_config_is_refused(tmp_path: Path, run: Path, changed: di
     with pytest.raises(error, match=text):
         export(run / "store", "hf", tmp_path / "out", config=tmp_path / "config.json")
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+
+
+@pytest.mark.parametrize(("name", "value"), [("moe_router_topk_scaling_factor", 2.5), ("moe_router_num_groups", 2)])
+def test_a_router_that_models_on_the_hub_do_not_have_is_refused(name: str, value: float):
+    chunk: Any = torch.nn.Module()
+    chunk.config = SimpleNamespace(moe_router_topk=2, **{name: value})
+    model = ListedModel(config("qwen3_moe").to_dict())
+    model.require_architecture({"moe_router_topk_scaling_factor": 1.0})
+    with pytest.raises(ConfigError, match=f"{name} is {value} in the run"):
+        model.require_architecture(architecture(chunk))
 
 
 def test_what_is_needed_is_said(tmp_path: Path, run: Path):

@@ -193,6 +193,8 @@ class ListedModel(HubModel):
             "moe_router_topk": config.get("num_experts_per_tok"),
             "moe_router_score_function": "softmax",
             "moe_router_pre_softmax": self._kind == "qwen3_moe" and not config.get("norm_topk_prob", False),
+            "moe_router_topk_scaling_factor": 1.0,
+            "moe_router_num_groups": None,
             "position_embedding_type": "rope",
             "rotary_base": config.get("rope_theta", rope.get("rope_theta")),
             "rotary_interleaved": False,

@@ -143,7 +143,8 @@ def unwrapped(module: nn.Module) -> nn.Module:
 _ARCHITECTURE = (
     *("num_attention_heads", "num_query_groups", "kv_channels", "normalization", "layernorm_zero_centered_gamma"),
     *("layernorm_epsilon", "gated_linear_unit", "activation_func", "moe_router_topk", "moe_router_score_function"),
-    *("moe_router_pre_softmax", "position_embedding_type", "rotary_base", "rotary_interleaved", "rotary_percent"),
+    *("moe_router_pre_softmax", "moe_router_topk_scaling_factor", "moe_router_num_groups"),
+    *("position_embedding_type", "rotary_base", "rotary_interleaved", "rotary_percent"),
 )
 """Settings that decide what a model computes with its tensors, by Megatron's names."""
 

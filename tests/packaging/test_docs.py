@@ -14,7 +14,7 @@ import pytest
 
 from moe_ckpt import errors
 from tests.packaging import rules
-from tests.packaging.test_public_surface import SOURCE, SURFACE, has_host, require_host
+from tests.packaging.test_public_surface import EXTRAS, SOURCE, SURFACE, has_host, require_host
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -120,6 +120,28 @@ def test_tests_that_other_pages_name_are_there():
     named = {(page.name, path) for page in pages for path in re.findall(r"\btests/[\w/*]+\.py\b", page.read_text())}
     assert len(named) >= 20
     assert {(page, path) for page, path in named if not list(ROOT.glob(path))} == set()
+
+
+def test_files_that_contributing_names_are_there():
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    named = {
+        path for span in re.findall(r"`([^`\n]+)`", text) for path in re.findall(r"[\w/.]+/[\w.]+\.(?:py|md)\b", span)
+    }
+    assert len(named) >= 20
+    assert {
+        path for path in named if not any((base / path).exists() for base in (ROOT, SOURCE, ROOT / "docs"))
+    } == set()
+
+
+def test_extras_that_pages_install_are_there():
+    pages = {*DOCS.rglob("*.md"), *ROOT.glob("*.md"), *ROOT.glob("recipes/*/README.md")}
+    installed = {
+        (page.name, extras) for page in pages for extras in re.findall(r"pip install .*\[([\w,]+)\]", page.read_text())
+    }
+    assert len(installed) >= 6
+    assert {
+        (page, extra) for page, extras in installed for extra in extras.split(",") if extra not in EXTRAS.split()
+    } == set()
 
 
 def messages():

@@ -102,7 +102,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Options(Settings):
-    """The options of ``MoECheckpoint`` and ``megatron.attach``, in addition to those of the engine (``Settings``).
+    """The options of every adapter, in addition to those of the engine (``Settings``).
 
     Attributes:
         policy: What is saved when; see ``moe_ckpt.policies``, also for ``Guarded``, which keeps another one within a

@@ -13,8 +13,8 @@ data), so it only supplies experts to a checkpoint of the same step.
 
 If data-parallel ranks have the same state, a survivor lends the whole share of the other rank, and each rank seals its
 own plain state as soon as a step has ended. Together, nothing is lost with a rank that is killed between two updates,
-even while its own snapshot is still being copied. A rank that dies in an update which the others complete has no plain
-state of their step.
+even while its own snapshot is still being copied; but a snapshot of everything takes the place of all that, and must
+have been sealed. A rank that dies in an update which the others complete has no plain state of their step.
 """
 
 from __future__ import annotations

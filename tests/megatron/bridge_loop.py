@@ -43,6 +43,7 @@ class Job:
     stops_at: iteration in which the rerun machine asks to end the job.
     reruns: iterations whose pass the rerun machine makes twice.
     loaded: iteration that Bridge's own checkpoint is at.
+    save_interval: of Bridge's own checkpoints, of which only the iterations are noted.
     options: of the callback.
     settings: of Bridge's configuration, by path.
     """
@@ -61,6 +62,7 @@ class Job:
     stops_at: int | None = None
     reruns: tuple[int, ...] = ()
     loaded: int = 0
+    save_interval: int | None = None
     options: Mapping[str, Any] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
 
@@ -68,9 +70,9 @@ class Job:
 def run(rank: int, world_size: int, job: Job) -> dict[str, Any]:
     """A life of ``job``: what must be alike in equal runs, beside what the library said."""
     import moe_ckpt.policies
-    from moe_ckpt.megatron.bridge import LOADERS, PRETRAIN, MoECheckpointCallback
+    from moe_ckpt.megatron.bridge import LOADERS, LOOP, PRETRAIN, MoECheckpointCallback
 
-    sys.modules[PRETRAIN] = sys.modules[LOADERS] = sys.modules[__name__]
+    sys.modules[PRETRAIN] = sys.modules[LOADERS] = sys.modules[LOOP] = sys.modules[__name__]
     random.seed(job.seed)
     np.random.seed(job.seed)
     name, arguments = job.policy
@@ -93,7 +95,7 @@ def pretrain(job: Job, rank: int, callback: Any, found: dict[str, Any]) -> None:
     try:
         train(job, rank, built, state, callback)  # looked up when it is called, as Bridge does
     finally:
-        found["iteration"] = state.train_state.step
+        found["iteration"], found["saves"] = state.train_state.step, state.saved
         found["routed"] = callback.checkpoint.session.run_ledger.tokens.routed_tokens
         found["counters"] = vars(state.train_state)
     built.consumed_samples = state.train_state.consumed_train_samples
@@ -122,7 +124,7 @@ def setup(job: Job, rank: int, callback: Any) -> tuple[megatron_gpt.Built, Any]:
     for path, value in job.settings.items():
         part, name = path.split(".")
         setattr(getattr(settings, part), name, value)
-    state = SimpleNamespace(cfg=settings, train_state=position)
+    state = SimpleNamespace(cfg=settings, train_state=position, saved=[])
     fire(callback, "on_data_init_start", state, built)
     [valid] = build_train_valid_test_data_loaders()
     state.valid_data_iterator = cyclic_iter(valid)
@@ -182,6 +184,8 @@ def train(job: Job, rank: int, built: megatron_gpt.Built, state: Any, callback: 
         position.floating_point_operations_so_far += 1000 * micro_batches
         if position.do_valid and position.step % settings.validation.eval_interval == 0:
             validate(job, rank, built, state)
+        if job.save_interval and position.step % job.save_interval == 0:
+            save_checkpoint_and_time(state)  # looked up when it is called, as Bridge does
         interval = settings.train.exit_interval
         should_exit = bool(interval) and position.step % interval == 0
         die(job, rank, position.step, "counted")
@@ -193,6 +197,10 @@ def train(job: Job, rank: int, built: megatron_gpt.Built, state: Any, callback: 
 
 
 TRAIN = train
+
+
+def save_checkpoint_and_time(state: Any) -> None:
+    state.saved.append(state.train_state.step)
 
 
 def train_step(job: Job, rank: int, built: megatron_gpt.Built, state: Any) -> tuple[bool, bool]:

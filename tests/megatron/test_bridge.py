@@ -233,6 +233,15 @@ def test_bridges_own_checkpoint_is_where_an_empty_store_begins(tmp_path: Path):
     assert any("iteration 9 had been loaded, but training continues from iteration 7" in x for x in second["said"])
 
 
+def test_bridges_own_checkpoint_is_not_written_from_a_part_of_a_window(tmp_path: Path):
+    job = replace(ALONE, directory=str(tmp_path), policy=WINDOWS, save_interval=1)
+    killed(replace(job, kill=(0, 11, "train")), 1)
+    [again] = live(job, 1)
+    window = again["begun"][0]
+    assert again["saves"] == [*range(window + 2, 15)], "the window's last iteration is complete"
+    assert any(f"checkpoint of iteration {window + 1} is not written" in line for line in again["said"])
+
+
 def test_what_cannot_be_saved_is_said_at_the_start(tmp_path: Path):
     with pytest.raises(ConfigError, match="polcy"):
         MoECheckpointCallback(polcy=None)

@@ -28,6 +28,7 @@ from moe_ckpt.megatron.script import (
     left_out_of_iteration,
     samples_of_iteration,
     set_counters,
+    tell_of_unwritten,
     warn_of_loader,
 )
 from moe_ckpt.policies.base import Policy
@@ -41,6 +42,8 @@ __all__ = ["MoECheckpointCallback"]
 
 PRETRAIN = "megatron.bridge.training.pretrain"
 """Its global ``train`` is the training loop, which ends a job early by ``sys.exit`` and fires no event then."""
+LOOP = "megatron.bridge.training.train"
+"""Its global ``save_checkpoint_and_time`` saves checkpoints of Bridge's own."""
 LOADERS = "megatron.bridge.data.loaders"
 """Its global ``build_train_valid_test_data_loaders`` makes loaders, one of which is first iterated by a validation."""
 
@@ -112,6 +115,7 @@ class MoECheckpointCallback:
         discard_tokens_of_reruns(ckpt)
         for name, function, around in (
             (LOADERS, "build_train_valid_test_data_loaders", self._build_loaders),
+            (LOOP, "save_checkpoint_and_time", self._save_own),
             (PRETRAIN, "train", self._run),  # its exits and errors fire no event
         ):
             module = sys.modules.get(name)
@@ -170,6 +174,10 @@ class MoECheckpointCallback:
         loaders = build(*args, **kwargs)
         give_generators(loaders, self._attached.iteration)
         return loaders
+
+    def _save_own(self, save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        ckpt = self._attached
+        return tell_of_unwritten(ckpt.iteration) if ckpt.replaying else save(*args, **kwargs)
 
     def _run(self, train: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:

@@ -47,6 +47,7 @@ from moe_ckpt.megatron.script import (
     require_trainable,
     samples_of_iteration,
     set_counters,
+    tell_of_unwritten,
     uninterrupted,
     unknown_release,
     warn_of_loader,
@@ -427,12 +428,7 @@ class MegatronLM:
         if ckpt is None:
             return self._original["save_checkpoint"](*args, **kwargs)
         if ckpt.replaying:
-            if is_rank_zero():
-                announce(
-                    "Megatron's checkpoint of iteration %d is not written: a sparse window is computed again, and "
-                    "until its end the model holds no complete state of the run",
-                    self._bound("save_checkpoint", args, kwargs).arguments["iteration"],
-                )
+            tell_of_unwritten(self._bound("save_checkpoint", args, kwargs).arguments["iteration"])
             return None
         if self._args.save is None:  # the rerun machine asks for one whether or not there is --save
             ckpt.save()

@@ -142,6 +142,16 @@ def rerun_machine() -> Any:
     return importlib.import_module("megatron.core.rerun_state_machine").get_rerun_state_machine()
 
 
+def tell_of_unwritten(iteration: int) -> None:
+    """Says on rank 0 that Megatron's own checkpoint of an iteration is not written, in a replay."""
+    if is_rank_zero():
+        announce(
+            "Megatron's checkpoint of iteration %d is not written: a sparse window is computed again, and until its "
+            "end the model holds no complete state of the run",
+            iteration,
+        )
+
+
 def discard_tokens_of_reruns(ckpt: MegatronCheckpoint) -> None:
     """Makes tokens count once if Megatron's rerun machine repeats a forward pass."""
 

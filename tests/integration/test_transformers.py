@@ -213,6 +213,22 @@ def test_the_best_model_is_loaded_after_the_last_step_is_saved(tmp_path: Path):
     require_alike(life(tmp_path / "best", Run(settings=steps)), last)
 
 
+def test_trainers_own_checkpoints_keep_their_optimizer_state_when_a_window_is_computed_again(tmp_path: Path):
+    run = Run(WINDOWS, settings={"save_strategy": "steps", "save_steps": 1, "max_steps": 13})
+    life(tmp_path / "whole", run)
+    life(tmp_path / "killed", run, kill_at=11)
+    assert life(tmp_path / "killed", run)["begins"][0] < 11
+    for step in range(1, 14):
+        one, other = (
+            torch.load(tmp_path / name / "hf" / f"checkpoint-{step}" / "optimizer.pt")["state"]
+            for name in ("whole", "killed")
+        )
+        differing = [at for at, state in one.items() for key in state if not torch.equal(state[key], other[at][key])]
+        files = [tmp_path / name / "hf" / f"checkpoint-{step}" / "model.safetensors" for name in ("whole", "killed")]
+        assert not differing, step
+        assert files[0].read_bytes() == files[1].read_bytes(), step
+
+
 def _beside_trainers_own(rank: int, world_size: int, root: str) -> list[int]:
     """Trains 10 steps without us, and goes on from Trainer's own checkpoint with us; then again, from ours."""
     saving = {"save_strategy": "steps", "save_steps": 10, "max_steps": 10}

@@ -12,6 +12,7 @@ from torch import nn
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from moe_ckpt.errors import ConfigError, UnsupportedError
+from moe_ckpt.notices import announce
 from moe_ckpt.plain.checkpoint import PlainCheckpoint
 from moe_ckpt.policies.base import Policy
 from moe_ckpt.run.options import OptionValues, make_options
@@ -90,6 +91,17 @@ class MoECheckpointCallback(TrainerCallback):
             self.checkpoint.finish(ended=is_complete or self._training.has_stopped_early())
         return finalize(trainer, *args, **kwargs)
 
+    def save_optimizer(self, trainer: Trainer, save: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        """Saves the optimizer in a checkpoint of ``Trainer``'s own; not in a replay, which has only a part of it."""
+        if self.checkpoint is None or not self.checkpoint.replaying:
+            save(trainer, *args, **kwargs)
+        elif trainer.is_world_process_zero():
+            announce(
+                "Trainer's checkpoint of step %d keeps the optimizer state that it has: a sparse window is computed "
+                "again, and until its end the optimizer holds no complete state of the run",
+                trainer.state.global_step,
+            )
+
     # --- events ---
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
@@ -156,7 +168,7 @@ def _of(trainer: Trainer) -> MoECheckpointCallback | None:
 
 @functools.cache
 def _accompany_trainers() -> None:
-    """Makes ``Trainer`` call ``MoECheckpointCallback`` around a training, each epoch, and the end of training.
+    """Makes ``Trainer`` call ``MoECheckpointCallback`` around a training, each epoch, its end, and saves of its own.
 
     A callback's events alone cannot set the batch at which training begins, and do not tell of failures.
     """
@@ -165,6 +177,7 @@ def _accompany_trainers() -> None:
         "_inner_training_loop": ours.run,
         "_run_epoch": ours.run_epoch,
         "_finalize_training": ours.end,
+        "_save_optimizer_and_scheduler": ours.save_optimizer,
     }
     if not all(hasattr(Trainer, name) for name in around):
         from transformers import __version__

@@ -24,9 +24,8 @@ from moe_ckpt.format.manifest import Manifest, parse_step_dir
 from moe_ckpt.modeling.streams import tell_loaded_positions
 from moe_ckpt.ports import Communicator, TrainingState, TransferGate
 from moe_ckpt.profiling import profilers
-from moe_ckpt.reading.memory.slot_storage import OpenedMemory
 from moe_ckpt.reading.reader import StoreReader
-from moe_ckpt.recovery.executing import AlongLog, Recovery, Restored, versions_of
+from moe_ckpt.recovery.executing import Restored, versions_of
 from moe_ckpt.recovery.replay import StepReplay
 from moe_ckpt.recovery.resume import other_ranks, resume_newest
 from moe_ckpt.run.agreement import Deferred, StepTokens, Updated
@@ -178,12 +177,12 @@ class Driver:
             NoCheckpointError, ConfigError: Training cannot resume from the store.
         """
         self.lifecycle.require(Action.RESUME, "resume()")
-        options = self.options
+        options, open_log = self.options, self._open_log
         if options.resume != "never":
             restored = self._resume(
                 self.session.tier,
                 self._admits,
-                open_log=None if self._open_log is None else self._along_log,
+                open_log=None if open_log is None else lambda *log: (self.gradients or open_log()).along(*log),
                 in_part=None if self.localized is None else self.localized.attempt,
                 on_read_error=options.on_read_error,
             )
@@ -247,11 +246,6 @@ class Driver:
         """
         if self.boost is not None:
             self.boost.begin(plain, fault, self.session.run_ledger, manifest, reader)
-
-    def _along_log(self, recovery: Recovery, opened: OpenedMemory) -> AlongLog:
-        if self._open_log is None:
-            raise RuntimeError("no adapter opens gradient logs")
-        return (self.gradients or self._open_log()).along(recovery, opened)
 
     def _admits(self, manifest: Manifest, plain: Mapping[str, Any]) -> None:
         self.session.run_ledger.check(manifest)

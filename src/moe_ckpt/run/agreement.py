@@ -14,13 +14,16 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, fields, replace
 from itertools import islice
-from typing import Any, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.policies.base import ALL_SENT, Measured, Sends
 from moe_ckpt.ports import Communicator
+
+if TYPE_CHECKING:
+    import torch
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -31,14 +34,6 @@ _MOST_ENDED = 32
 """Snapshots in one agreement that have ended: more than can be in flight, so that none waits for a later step."""
 
 
-class DeviceEvent(Protocol):
-    """A point in a device's work, such as ``torch.cuda.Event``."""
-
-    def synchronize(self) -> None:
-        """Returns when the device has reached this point."""
-        ...
-
-
 class Deferred(Generic[T]):
     """A value to come. Reading it waits for a device; passing it on does not. Safe to use from several threads.
 
@@ -47,7 +42,7 @@ class Deferred(Generic[T]):
         events: Of the device; none if the value needs no device.
     """
 
-    def __init__(self, make: Callable[[], T], events: Sequence[DeviceEvent] = ()) -> None:
+    def __init__(self, make: Callable[[], T], events: Sequence[torch.cuda.Event] = ()) -> None:
         self._make, self._events, self._values = make, events, list[T]()
         self._lock = threading.Lock()
 

@@ -64,16 +64,12 @@ class Pipeline:
     """
 
     def __init__(self, run: RunContext, tier: MemoryTier, committer: Committer | None) -> None:
-        rank = run.comm.rank
         self.tier, self._pool, self._root = tier, tier.pool, run.storage.root
         self.memory = tier if tier.outlives_process else None
         self.generation, self.committer, self.next_number = tier.generation, committer, 0
-        replicator = self.tier.replicator
-        sources: Sequence[int] = ()
-        if replicator is not None:
-            replicator.store.expects_mirrors = True
-            sources = replicator.roster.placement.sources_of[rank]
-        self.compiler = PlanCompiler(run.catalog, run.placement, rank, run.comm.world_size, sources)
+        if tier.replicator is not None:
+            tier.replicator.store.expects_mirrors = True
+        self.compiler = PlanCompiler(run.catalog, run.placement, run.comm.rank, run.comm.world_size, tier.sources)
         self._gate = run.gate
         self._copier = Copier(run.on_phase, run.gate)
         self._checker = Checker(run.settings.checksum_threads or checking_threads(run.settings.local_ranks))

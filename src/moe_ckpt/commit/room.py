@@ -292,14 +292,13 @@ class Room:
         Raises:
             HostMemoryError: The state that there is now does not fit the budget, so that no checkpoint ever would.
         """
-        run, whole, replicator = self._run, whole or self._always_whole, self._tier.replicator
+        run, whole = self._run, whole or self._always_whole
         every, specs = run.state.tensors(), run.state.specs()
-        sources = () if replicator is None else replicator.roster.placement.sources_of[run.comm.rank]
 
         @functools.cache
         def share() -> int:
             """Returns about how many bytes the first snapshot has; 0 if this rank saves nothing. It takes long."""
-            nbytes = ExpectedShare(every, specs, sources).nbytes(run.catalog, run.placement, run.comm.rank)
+            nbytes = ExpectedShare(every, specs, self._tier.sources).nbytes(run.catalog, run.placement, run.comm.rank)
             return nbytes and nbytes + nbytes // _SLACK + min(_PLAIN_NBYTES, nbytes // 2)
 
         if whole:  # it has at least the tensors that no other rank holds

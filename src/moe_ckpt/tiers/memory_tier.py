@@ -181,6 +181,11 @@ class MemoryTier:
         return self._files
 
     @property
+    def sources(self) -> Sequence[int]:
+        """Ranks of whose snapshots this rank keeps copies."""
+        return () if self.replicator is None else self.replicator.roster.placement.sources_of[self.rank]
+
+    @property
     def has_more(self) -> bool:
         """True if a failure without this memory would cost tokens: storage has only older versions of some experts."""
         return self.outlives_process or any(

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from moe_ckpt.format.sealed import seal
 from moe_ckpt.localized.log_files import SEND, Channel, Message, decode_log, encode_log
+from moe_ckpt.megatron.checkpoint import MegatronCheckpoint
 from moe_ckpt.memory.directory import MESSAGES_SUFFIX, SEALED_SUFFIX
 from moe_ckpt.reading.reader import StoreReader
 from moe_ckpt.storage import LocalStorage, open_storage
@@ -32,6 +33,7 @@ from tests.megatron.exactness import (
     life_of,
     one_life,
     require_exact,
+    require_killed,
     split_lives,
     start_life,
     uninterrupted,
@@ -79,6 +81,31 @@ def test_a_window_that_ends_with_the_newest_step(tmp_path):
     kill(run, tmp_path)
     require_exact(run, tmp_path, finish(run, tmp_path))
     assert again(tmp_path) == [[], [], [5, 6], [5, 6]]
+
+
+def save_at_4() -> None:
+    """As Megatron-LM's ``--save-interval``."""
+    after_step = MegatronCheckpoint.after_step
+
+    def and_save(ckpt: MegatronCheckpoint, iteration: int, **facts: Any) -> Any:
+        record = after_step(ckpt, iteration, **facts)
+        if iteration == 4 and not record.replayed:
+            ckpt.save(wait=False)
+        return record
+
+    MegatronCheckpoint.after_step = and_save
+
+
+@pytest.mark.slow
+def test_after_a_complete_checkpoint_beside_a_step_of_a_window(tmp_path):
+    """It has another generation, and so have the logs that lead on from it."""
+    at = (0, 7, "forward")
+    run = replace(case(Setup(**PIPELINE_EXPERTS), at), copies={**RARELY, "storage_every": 1})
+    require_killed(start_life(run, replace(life_of(run, tmp_path), kill=at, sabotage=save_at_4)), at)
+    ended = finish(run, tmp_path)
+    require_exact(run, tmp_path, ended)
+    assert "go back to step 4 (step_00000004_g1)" in ended.said
+    assert again(tmp_path) == [[5, 6], [5, 6], [], []]
 
 
 def test_without_a_log_all_go_back_and_lose_nothing(tmp_path):

@@ -110,7 +110,7 @@ class LogHeader:
     Attributes:
         run_id: Of the store.
         life: Name of the life of the run.
-        generation: Of that life.
+        generation: Of that life, as the checkpoints that follow have it: save() may begin another one inside a life.
         history: Generation of the newest life in which all ranks went on from one checkpoint. Since then steps were
             computed again only from logs.
         rank: Rank that sent the messages.

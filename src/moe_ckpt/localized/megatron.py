@@ -162,6 +162,7 @@ class PipelineStage(LocalizedRecovery):
 
     def step_ends(self) -> None:
         """An iteration was computed."""
+        self._log.continue_generation(self._driver.session.generation)
         self._sealed = self._log.step_ends()
 
     def step_begins(self, iteration: int) -> None:

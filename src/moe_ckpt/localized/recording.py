@@ -78,6 +78,10 @@ class UpstreamLog:
         """Makes new logs continue those of ``history`` (``LogHeader``), since not all ranks went back."""
         self._header = replace(self._header, history=history)
 
+    def continue_generation(self, generation: int) -> None:
+        """Gives new logs the generation of the checkpoints from now on (``CheckpointSession.generation``)."""
+        self._header = replace(self._header, generation=generation)
+
     def step_begins(self, step: int) -> None:
         """Begins the log of ``step``."""
         if self._goes_on():

@@ -544,6 +544,17 @@ def test_states_of_a_shared_metric_have_all_their_names():
     assert plain["aliases"]["other.0.mean_value"] == "mean.mean_value"
 
 
+def test_a_state_dict_of_its_own_may_take_no_arguments_and_choose_from_the_modules():
+    """As a LightningModule's may that keeps adapters alone: Lightning calls it without any."""
+
+    class Chosen(nn.Linear):
+        def state_dict(self):
+            return {"bias": super().state_dict()["bias"], "release": 3}
+
+    plain = TorchTrainingState(Chosen(2, 2), []).plain()
+    assert plain["own_state"] == {"": {"release": 3}}
+
+
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.NAdam, torch.optim.Adagrad])
 def test_counts_of_experts_that_came_back_older_go_on(kind):
     """As the one of a stack does: moments are as old as the expert, and what only counts is as of the newest step."""

@@ -8,6 +8,7 @@ export.
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Callable, Collection, Mapping
 from itertools import compress
@@ -22,7 +23,7 @@ from torch import nn
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.format.sealed import FixedStrings
-from moe_ckpt.modeling.blocks import block_of, is_dtensor
+from moe_ckpt.modeling.blocks import block_in, block_of, is_dtensor
 from moe_ckpt.modeling.names import clean_name, require_same_names
 from moe_ckpt.modeling.watching import Walk
 
@@ -123,12 +124,28 @@ def _own_state(walk: Walk) -> dict[str, dict[str, Any]]:
     """
     added: dict[str, dict[str, Any]] = {}
     for name, module in walk.with_own:
-        listed = {id(t) for t in (*module.parameters(), *module.buffers())}
-        entries = module.state_dict(keep_vars=True)
-        rest = {k: v for k, v in entries.items() if id(v) not in listed and not k.endswith("_extra_state")}
+        listed = (*module.parameters(), *module.buffers())
+        ids = {id(tensor) for tensor in listed}
+        entries = _state_dict(module, listed)
+        rest = {k: v for k, v in entries.items() if id(v) not in ids and not k.endswith("_extra_state")}
         if rest:
             added[name] = rest
     return added
+
+
+def _state_dict(module: nn.Module, listed: Collection[torch.Tensor]) -> Mapping[str, Any]:
+    """Returns ``state_dict()`` of a module that overrides it. An override without torch's arguments, as Lightning
+    allows it, gives other tensors in the memory of those that are ``listed``: these are left out."""
+    accepted = inspect.signature(module.state_dict).parameters.values()
+    if any(parameter.name == "keep_vars" or parameter.kind is parameter.VAR_KEYWORD for parameter in accepted):
+        entries: Mapping[str, Any] = module.state_dict(keep_vars=True)
+        return entries
+    held = {block_in(tensor).data_ptr() for tensor in listed}
+    return {
+        name: value
+        for name, value in module.state_dict().items()
+        if not (isinstance(value, torch.Tensor) and block_in(value).data_ptr() in held)
+    }
 
 
 def _of_shared(walk: Walk, added: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:

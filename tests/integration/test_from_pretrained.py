@@ -125,6 +125,17 @@ def test_of_several_types_all_values_come_back_by_the_widest_and_all_types_by_ha
     assert not torch.equal(rounded.state_dict()[wide[0]].float(), model.state_dict()[wide[0]])
 
 
+def test_a_config_that_is_no_json_costs_an_exports_config_and_no_training(tmp_path, caplog):
+    model = family("Qwen3Moe")
+    model.config.compute_dtype = torch.bfloat16
+    train(tmp_path / "store", Tuned("model", model), steps=1)
+    assert "dtype is not JSON serializable" in caplog.text
+    out = export(tmp_path / "store", "safetensors", tmp_path / "out", strip_prefix="model.")
+    assert load_file(out / "model.safetensors").keys() == model.state_dict().keys()
+    with pytest.raises(ConfigError, match="has none, or several"):
+        export(tmp_path / "store", "hf", tmp_path / "hf")
+
+
 def test_a_prefix_by_hand(tmp_path):
     class Pair(Tuned):
         def __init__(self):

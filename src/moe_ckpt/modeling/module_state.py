@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import logging
 from collections.abc import Callable, Collection, Mapping
 from itertools import compress
 from operator import attrgetter, not_
@@ -26,6 +27,8 @@ from moe_ckpt.format.sealed import FixedStrings
 from moe_ckpt.modeling.blocks import block_in, block_of, is_dtensor
 from moe_ckpt.modeling.names import clean_name, require_same_names
 from moe_ckpt.modeling.watching import Walk
+
+log = logging.getLogger("moe_ckpt")
 
 _VARYING = "varying_buffers"
 """Key of the names of buffers whose shape has changed in the run; absent if there are none."""
@@ -254,7 +257,8 @@ def freeze(parameters: Mapping[str, nn.Parameter], frozen: Collection[str]) -> N
 def pretrained_models(model: nn.Module) -> list[dict[str, Any]]:
     """Describes every outermost ``PreTrainedModel`` inside ``model``, or ``model`` itself.
 
-    Models with adapters (PEFT) are left out, since ``from_pretrained`` would not know their names.
+    Models with adapters (PEFT) are left out, since ``from_pretrained`` would not know their names, and those whose
+    config ``save_pretrained`` could not write.
 
     Returns:
         Per model: ``prefix`` of its tensors' names, ``class``, ``config`` and ``generation_config`` (or None) as
@@ -272,7 +276,10 @@ def pretrained_models(model: nn.Module) -> list[dict[str, Any]]:
             getattr(module, "config", None), "to_json_string"
         ):
             passed.append(name)
-            descriptions.append(_describe(f"{name}." if name else "", module))
+            try:
+                descriptions.append(_describe(f"{name}." if name else "", module))
+            except (TypeError, ValueError) as error:
+                log.warning("the config of %s is no JSON, so exports will have none: %s", type(module).__name__, error)
     return descriptions
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -61,3 +62,14 @@ def test_densify_says_what_the_page_shows():
     [shown] = re.findall(r"^\$ moe-ckpt densify .*\n(.*):\nruns/x/step_", GRADIENT_LOG, re.M)
     printed = summary(1234, round(9.8 * 2**30), 4, Device("cpu", "x86_64 AVX512", 2))
     assert shown == printed
+
+
+def test_the_page_on_hosts_has_the_tokens_that_the_results_have():
+    rows = json.loads((DOCS.parent / "benchmarks" / "results" / "host_kills.json").read_text())["rows"]
+    lines = (DOCS / "hosts.md").read_text().splitlines()
+    assert all(len(row["kills"]) == 20 for row in rows)
+    for row in (row for row in rows if row["policy"] == "MoC"):
+        cell = f"{row['lost']:,} of {row['routed']:,}, {row['ranks']} rank{'s' * (row['ranks'] > 1)} |"
+        assert any(line.endswith(cell) for line in lines), row["host"]
+    for row in (row for row in rows if row["policy"] != "MoC"):
+        assert row["wrong"] is None, row["host"]

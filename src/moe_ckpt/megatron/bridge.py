@@ -177,7 +177,10 @@ class MoECheckpointCallback:
 
     def _save_own(self, save: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         ckpt = self._attached
-        return tell_of_unwritten(ckpt.iteration) if ckpt.replaying else save(*args, **kwargs)
+        if not ckpt.replaying:
+            return save(*args, **kwargs)
+        tell_of_unwritten(ckpt.iteration)
+        return None
 
     def _run(self, train: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         try:

@@ -15,7 +15,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from moe_ckpt.comm.communicator import largest
 from moe_ckpt.core.step import Fate, SnapshotPlan
@@ -48,9 +48,8 @@ _IDLE_SECS = 10.0
 """Longest wait for threads that have nothing to do."""
 
 
-class NewestStep:
-    """Follows the newest step, to seal it when training stops; this class does nothing. Called on the training
-    thread."""
+class NewestStep(Protocol):
+    """Follows the newest step, to seal it when training stops. Called on the training thread."""
 
     def step_ends(self, step: int, plain: Encode, tokens: Deferred[StepTokens]) -> None:
         """The state of ``step`` is final.
@@ -97,7 +96,7 @@ class CheckpointSession:
         self._planner = self._snapshots.planner
         self._booking = self._snapshots.booking
         self.run_ledger = self._booking.run_ledger
-        self._follower = NewestStep()
+        self._follower: NewestStep | None = None
         self._since_record, self._since_lap = Since(self.stopwatch), Since(self.stopwatch)
         self._agree_secs = 0.0
         self._newest_plan = SnapshotPlan(0)
@@ -269,7 +268,8 @@ class CheckpointSession:
             received = time.perf_counter()
             if self._run.gradients is not None and self._run.settings.when_busy == "wait":
                 pipeline.wait_for_seal(self._run.settings.timeout_secs)
-            self._follower.update_begins(received)
+            if self._follower is not None:
+                self._follower.update_begins(received)
             self._booking.meter.update_began = received
             self._run.tell(Joined(received))
 
@@ -300,7 +300,8 @@ class CheckpointSession:
         """
         final_at = time.perf_counter()
         plain = plain_of(capture, self.comm.rank)
-        self._follower.step_ends(step, plain, tokens)
+        if self._follower is not None:
+            self._follower.step_ends(step, plain, tokens)
         self._snapshots.step_begins(updated=bool(updated))
         booking, pipeline = self._booking, self._snapshots.pipeline
         pipeline.tier.left_slots.step_ended()
@@ -317,7 +318,8 @@ class CheckpointSession:
         if plan:
             self._newest_plan = plan
             record = self._snapshots.carry_out(plan, plain, consensus, step_is_agreed=not self.comm.agrees_late)
-        self._follower.keep_plain(described=record.begun)
+        if self._follower is not None:
+            self._follower.keep_plain(described=record.begun)
         if self._run.gradients is not None:
             self._run.gradients.forget()
             if updated is not False and not record.begun:  # later gradients cannot be applied to earlier anchors
@@ -341,7 +343,8 @@ class CheckpointSession:
         Args: as of ``after_update``.
         """
         self._snapshots.step_begins(updated=bool(updated))
-        self._follower.step_ends(step, plain_of(capture, self.comm.rank), tokens)
+        if self._follower is not None:
+            self._follower.step_ends(step, plain_of(capture, self.comm.rank), tokens)
 
     # --- once, at the end ---
 
@@ -430,7 +433,7 @@ class CheckpointSession:
         Raises:
             SaveFailedError: The last checkpoint could not be committed, or not in time.
         """
-        self._follower.close(self._run.settings.timeout_secs)
+        self._leave(self._run.settings.timeout_secs)
         self._receive()
         if save_last:
             self.save_complete(step, capture)
@@ -460,7 +463,7 @@ class CheckpointSession:
             The newest committed step that this rank knows of; None if it knows of none.
         """
         secs = self._run.settings.timeout_secs if timeout_secs is None else timeout_secs
-        self._follower.close(secs)
+        self._leave(secs)
         self._booking.give_up()
         opened, booked = self._snapshots.opened, self.run_ledger.committed_step
         self._close(secs, keep=True)
@@ -507,3 +510,7 @@ class CheckpointSession:
                     "" if self.comm.world_size == 1 else ". Ranks no longer wait for each other to commit it",
                 )
             self.comm.close()
+
+    def _leave(self, timeout_secs: float) -> None:
+        if self._follower is not None:
+            self._follower.close(timeout_secs)

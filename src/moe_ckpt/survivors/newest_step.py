@@ -43,7 +43,6 @@ from moe_ckpt.memory.slot import Slot
 from moe_ckpt.ports import StateTensor
 from moe_ckpt.run.agreement import Deferred, StepTokens
 from moe_ckpt.run.context import RunContext
-from moe_ckpt.session.session import NewestStep
 from moe_ckpt.session.snapshotting import Snapshotter
 from moe_ckpt.slices.checksums import checksums_of
 from moe_ckpt.slices.compiling import CompiledPart
@@ -119,7 +118,7 @@ class Patience:
             self._in_vain = not sealer.wait(0, _SEALING_PORTION * since)
 
 
-class Survivor(NewestStep):
+class Survivor:
     """Seals the newest step. On the training thread, or while that thread waits.
 
     Args:
@@ -139,6 +138,7 @@ class Survivor(NewestStep):
         self.lends = True
 
     def step_ends(self, step: int, plain: Encode, tokens: Deferred[StepTokens]) -> None:
+        """See ``session.session.NewestStep``."""
         self._newest = _Newest(step, plain, tokens)
 
     def note_weights(self) -> None:
@@ -150,7 +150,7 @@ class Survivor(NewestStep):
         return self._weights is not None and self._weights.fits(self._run.state.tensors())
 
     def keep_plain(self, *, described: bool) -> None:
-        """Copies the plain state."""
+        """See ``session.session.NewestStep``: tensors of the plain state are copied."""
         if self._newest is None:
             return
         step, plain, tokens = self._newest

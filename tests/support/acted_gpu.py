@@ -5,7 +5,8 @@ from them. Inside ``with ActedGPU() as gpu`` the calling thread is the training 
 real device (``item()``, ``cpu()``, a copy into memory that is not page-locked, ``Event.synchronize`` and the like) is
 noted in ``gpu.waits`` if it happens on that thread and the package asked for it. Bytes that leave by a non-blocking
 ``copy_`` into page-locked memory are there only when an event behind it was waited for; until then there is rubbish.
-They are those of that moment: what training has written to the tensor by then was too early, unless its stream waited.
+They are those of that moment: what training has written to the tensor by then was too early, unless its stream waited,
+or has the copy itself.
 
 Within ``gpu.capturing()`` the training thread captures a CUDA graph, in CUDA's "global" mode: calls of other threads
 that would end the capture are noted in ``gpu.disturbances``, those of threads that have left that mode in
@@ -203,7 +204,7 @@ class ActedGPU(TorchFunctionMode):
         grouped = self._grouping(torch._C._group_tensors_by_device_and_dtype)
         self._stack.enter_context(mock.patch.object(torch._C, "_group_tensors_by_device_and_dtype", grouped))
         self._stack.enter_context(mock.patch.object(ActedGPU, "active", self))
-        self._stack.enter_context(mock.patch.object(torch.Tensor, "record_stream", return_value=None))
+        self._stack.enter_context(mock.patch.object(torch.Tensor, "record_stream"))
         self._stack.enter_context(mock.patch.object(ctypes, "CDLL", self._library(ctypes.CDLL)))
         self._stack.enter_context(_Kernels(self))
         return super().__enter__()
@@ -380,6 +381,8 @@ class ActedGPU(TorchFunctionMode):
         transfer = Transfer(into, source.detach().to(into.dtype))
         into.view(torch.uint8).fill_(RUBBISH) if into.dim() else into.view(1).view(torch.uint8).fill_(RUBBISH)
         self.stream.work.append(transfer)
+        if self.stream is self._training:
+            transfer.read()
         return into
 
     def _cat(self, func: Any, tensors: Any, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -54,9 +54,7 @@ def open_torch(
     """
     options, needs, stopwatch = driver.options, driver.options.needs, driver.stopwatch
     if options.memory is not None and options.memory.upstream_bytes is not None:
-        raise ConfigError(
-            "Memory(upstream_bytes=...): only stages of a Megatron pipeline go back alone. Leave it out"
-        )
+        raise ConfigError("Memory(upstream_bytes=...): only stages of a Megatron pipeline go back alone. Leave it out")
     layers = find_moe_layers(module)
     catalog = build_catalog(module, layers)
     options.policy.check(catalog)

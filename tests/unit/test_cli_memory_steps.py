@@ -64,6 +64,8 @@ def test_a_step_that_only_memory_has_is_shown_verified_and_exported(where, tmp_p
     assert not facts["steps"][-1]["in_memory"]
     assert main(["inspect", store, "--directory", memory]) == 0
     assert "in memory" in capsys.readouterr().out
+    _, named = answer(capsys, "inspect", f"{store}/step_00000006", "--directory", memory)
+    assert [(step["directory"], step["in_memory"]) for step in named["steps"]] == [("step_00000006", True)]
     assert answer(capsys, "verify", store, "--directory", memory) == (
         0,
         {"path": store, "usable": ["step_00000006"], "damages": []},

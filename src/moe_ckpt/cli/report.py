@@ -14,7 +14,7 @@ from moe_ckpt.format import FORMAT_VERSION
 from moe_ckpt.format.manifest import MANIFEST_NAME, Manifest, age_of
 from moe_ckpt.reading.memory.memory_outside import MemoryOutside
 from moe_ckpt.reading.memory.slot_storage import OpenedMemory
-from moe_ckpt.reading.reader import StoreReader, open_store
+from moe_ckpt.reading.reader import StoreReader, locate, open_store
 from moe_ckpt.reading.step_storage import listed_again
 
 
@@ -30,16 +30,17 @@ def describe(path: str | os.PathLike[str], memory: Sequence[str] = ()) -> dict[s
         StepRemovedError: the named step was removed meanwhile; or of a store all steps, listing after listing.
         StoreError, FormatVersionError, DamagedError: the store's identity cannot be read.
     """
-    reader, directory = open_store(path)
+    storage, named = locate(path)
+    reader, steps = StoreReader(storage), list[dict[str, Any]]()
+    if memory and named is not None and named not in reader.directories():
+        steps = [step for step in _in_memory(reader, memory) if step["directory"] == named]
+    if not steps:
+        reader, directory = open_store(path)
+        steps = [_describe_step(reader, directory)] if directory else listed_again(lambda: _describe_steps(reader))
+        if memory and directory is None:
+            steps = [*_in_memory(reader, memory), *steps]
+    steps.sort(key=lambda step: age_of(step["directory"]), reverse=True)
     identity = reader.identity()
-    if directory is not None:
-        steps = [_describe_step(reader, directory)]
-    else:
-        steps = listed_again(lambda: _describe_steps(reader))
-        if memory:
-            with MemoryOutside(reader, memory) as outside:
-                in_memory = [_facts_of(opened.manifest, 0, opened) for opened in outside.unstored()]
-            steps = sorted((*in_memory, *steps), key=lambda step: age_of(step["directory"]), reverse=True)
     return {
         "store": reader.storage.root,
         "format_version": FORMAT_VERSION,
@@ -47,6 +48,11 @@ def describe(path: str | os.PathLike[str], memory: Sequence[str] = ()) -> dict[s
         "fingerprint": identity.fingerprint,
         "steps": steps,
     }
+
+
+def _in_memory(reader: StoreReader, memory: Sequence[str]) -> list[dict[str, Any]]:
+    with MemoryOutside(reader, memory) as outside:
+        return [_facts_of(opened.manifest, 0, opened) for opened in outside.unstored()]
 
 
 def _describe_steps(reader: StoreReader) -> list[dict[str, Any]]:

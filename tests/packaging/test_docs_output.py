@@ -15,6 +15,7 @@ from moe_ckpt.core.step import Tier
 from moe_ckpt.gradient_log.units import Device
 from moe_ckpt.recovery.executing import plan_text
 from moe_ckpt.recovery.recovery_plan import ABSENT, Inventory, RecoveryPlan, plan_recovery
+from tests.packaging.test_docs import messages
 
 DOCS = Path(__file__).parents[2] / "docs"
 PLANS = [
@@ -73,3 +74,22 @@ def test_the_page_on_hosts_has_the_tokens_that_the_results_have():
         assert any(line.endswith(cell) for line in lines), row["host"]
     for row in (row for row in rows if row["policy"] != "MoC"):
         assert row["wrong"] is None, row["host"]
+
+
+def lines_shown():
+    """What pages show as printed by a run; lines that a page wraps are one."""
+    for page in (DOCS.parent / "README.md", *sorted(DOCS.glob("*.md"))):
+        for _, block in re.findall(r"^```(.*?)\n(.*?)^```$", page.read_text(), re.M | re.S):
+            yield from re.findall(r"^(?:moe_ckpt: |(?=training stops ))(.{100,}\n(?!moe_ckpt: ).+|.*)", block, re.M)
+
+
+def test_lines_that_pages_show_are_said_by_the_code():
+    gaps = re.compile(r"%[\w,.]|\{\}")
+    said = [
+        re.compile(".*".join(map(re.escape, gaps.split(text))), re.S)
+        for text in messages()
+        if len(gaps.sub("", text)) > 15
+    ]
+    shown = [" ".join(text.splitlines()) for text in lines_shown()]
+    assert len(shown) >= 5
+    assert [line for line in shown if not any(text.fullmatch(line) for text in said)] == []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import os
@@ -20,9 +21,10 @@ import pytest
 import torch.distributed as dist
 
 from moe_ckpt.format.sealed import seal
-from moe_ckpt.localized.log_files import SEND, Channel, Message, decode_log, encode_log
+from moe_ckpt.localized.log_files import SEND, Channel, Message, SealedLog, decode_log, encode_log
 from moe_ckpt.megatron.checkpoint import MegatronCheckpoint
 from moe_ckpt.memory.directory import MESSAGES_SUFFIX, SEALED_SUFFIX
+from moe_ckpt.reading.memory.memory_checkpoints import MemoryCheckpoints
 from moe_ckpt.reading.reader import StoreReader
 from moe_ckpt.storage import LocalStorage, open_storage
 from tests.megatron.exactness import (
@@ -423,8 +425,11 @@ def test_after_a_recovery_that_diverged_all_go_back_at_the_next_start(change, tm
     assert list((tmp_path / "memory").rglob("diverged")) == []
 
 
-def skipping(rank: int, world_size: int, root: str, skipped: int, dies: int) -> tuple[list[int], str]:
-    """Returns the iterations that one life computed, and its error. Rank 1 is killed in iteration ``dies``."""
+def skipping(rank: int, world_size: int, root: str, skipped: int, dies: int) -> tuple[list[int], str, int]:
+    """Returns the iterations that one life computed, its error, and how many objects of its resume were left behind.
+
+    Rank 1 is killed in iteration ``dies``.
+    """
     from moe_ckpt import Memory, megatron, policies
 
     built, computed = megatron_gpt.build(Setup(layers=2, pp=2, num_microbatches=2, experts=4), 1), []
@@ -451,11 +456,13 @@ def skipping(rank: int, world_size: int, root: str, skipped: int, dies: int) -> 
                 made, _ = megatron_gpt.update(built)
                 ckpt.after_step(iteration, consumed_samples=built.consumed_samples, updated=made)
                 computed.append(iteration)
+            gc.collect()
+            left = sum(isinstance(kept, (StoreReader, MemoryCheckpoints, SealedLog)) for kept in gc.get_objects())
             ckpt.finish()
         except Exception as error:
             ckpt.close(10.0, error)
-            return computed, str(error)
-    return computed, ""
+            return computed, str(error), 0
+    return computed, "", left
 
 
 def test_an_iteration_that_is_skipped_now_and_was_computed_then_lets_all_go_back(tmp_path):
@@ -463,10 +470,10 @@ def test_an_iteration_that_is_skipped_now_and_was_computed_then_lets_all_go_back
     (tmp_path / "memory").mkdir()
     lives = [start_ranks(skipping, 2, str(tmp_path), *life, preload=WARM) for life in ((0, 8), (6, 0), (6, 0))]
     assert lives[0][1].exitcode == -signal.SIGKILL
-    computed, error = lives[1][1].value
+    computed, error, _ = lives[1][1].value
     assert computed == [5]
     assert "step 6 again did not repeat it: it is skipped now, and was computed then" in error
-    assert [outcome.value for outcome in lives[2]] == [([5, 7, 8, 9, 10], "")] * 2
+    assert [outcome.value for outcome in lives[2]] == [([5, 7, 8, 9, 10], "", 0)] * 2
 
 
 def test_what_two_stages_share_is_lost_with_the_one_that_sealed_it(tmp_path):

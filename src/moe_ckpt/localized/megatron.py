@@ -133,6 +133,7 @@ class PipelineStage(LocalizedRecovery):
             self._log.drop(sys.maxsize)  # steps computed from now on may differ from the logged ones
         else:
             self._log.continue_history(self._rejoining.part.history)
+        self._attempt, self._earlier_logs = None, ()  # which hold readers, and headers of all messages
         self.boundary.before_first(lambda: self._begin(iteration))
         self._interception = Interception(self.boundary)
 

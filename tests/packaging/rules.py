@@ -42,7 +42,7 @@ ON_TOP = ("testing", "conf")
 """May import every layer, but not one another."""
 SUMMIT = ("", "cli", "__main__")
 """May import everything but ``testing``; "" is the package's own ``__init__``."""
-EVERYWHERE = ("errors", "notices", "tables", "stopwatch", "threads", "wrapping", "ports")
+EVERYWHERE = ("errors", "notices", "tables", "stopwatch", "threads", "ports")
 
 PURE = (
     *("core", "ledger", "policies", "peers.replica_placement", "recovery.recovery_plan"),

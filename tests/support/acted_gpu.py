@@ -56,7 +56,7 @@ _SIZED_BY_VALUES = ("_local_scalar_dense", "_unique2", "equal", "is_nonzero", "m
 """Kernels whose result the host needs before it can go on, whatever function calls them."""
 
 
-_PASS_ON = ("_stepping", "__torch_dispatch__", "wrapped", "releasing", "setup_data")
+_PASS_ON = ("_stepping", "__torch_dispatch__", "wrapped", "preceded", "setup_data")
 """Functions of the package in which others compute: Megatron's optimizer, the model while types are probed, the closure
 of an optimizer, what zeroes gradients, and Lightning's setting up of data, before the first step."""
 

@@ -22,8 +22,7 @@ import torch
 from torch import nn
 
 from moe_ckpt.bubbles.schedule import MARGIN, Bubble, Pace, clipped, tail_secs, typical
-from moe_ckpt.megatron.compat import look_up, megatron_core
-from moe_ckpt.wrapping import Wrapped
+from moe_ckpt.megatron.compat import Wrapped, look_up, megatron_core
 
 CHUNK_NBYTES = 1 << 20
 """Small chunks, so that a copy that began in a bubble ends soon after it."""

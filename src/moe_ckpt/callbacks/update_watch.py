@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import traceback
-from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,7 +21,6 @@ from moe_ckpt.errors import ConfigError
 from moe_ckpt.modeling.updates import Updates
 from moe_ckpt.run.agreement import Updated
 from moe_ckpt.stopwatch import timed
-from moe_ckpt.wrapping import Wrapped
 
 if TYPE_CHECKING:
     from moe_ckpt.callbacks.fit import Fit
@@ -72,12 +70,14 @@ class UpdateWatch:
         self._applied = Updates()
         self._undo = ExitStack()
         self._module_hook = is_overridden(_HOOK, module)
+        theirs, had = getattr(module, _HOOK), vars(module).get(_HOOK)
 
-        def ending(theirs: Callable[..., Any], *args: Any, **kwargs: Any) -> None:
+        def on_train_batch_end(*args: Any, **kwargs: Any) -> None:
             theirs(*args, **kwargs)
             fit.after_batch()
 
-        self._undo.callback(Wrapped(module, _HOOK, ending).close)
+        setattr(module, _HOOK, on_train_batch_end)
+        self._undo.callback(lambda: delattr(module, _HOOK) if had is None else setattr(module, _HOOK, had))
         for optimizer in trainer.optimizers:
             self._undo.callback(optimizer.register_step_pre_hook(self._begins).remove)
             self._undo.callback(optimizer.register_step_post_hook(self._count).remove)

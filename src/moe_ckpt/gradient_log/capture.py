@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import wraps
+from functools import update_wrapper, wraps
 from itertools import chain
 from operator import is_
 from typing import Any, Protocol
@@ -31,7 +31,6 @@ from moe_ckpt.modeling.blocks import block_in, block_of
 from moe_ckpt.modeling.names import parameters_of
 from moe_ckpt.slices.copying import versions
 from moe_ckpt.stopwatch import Stopwatch
-from moe_ckpt.wrapping import Wrapped
 
 Describe = Callable[[int, int, torch.Tensor], Unit]
 """(number of the optimizer, number of the param group, tensor that is updated) -> its unit."""
@@ -105,6 +104,28 @@ class GradientConsumer(Protocol):
         Args:
             dropped: True if parameters only lose their gradients, and nothing is written to these.
         """
+
+
+class _Preceded:
+    """Stands for a method of one object, and calls something else before. A copy of the object has its own method."""
+
+    def __init__(self, owner: Any, method: str, before: Callable[..., None]) -> None:
+        self._owner, self._method, self._before = owner, method, before
+        self._inner = getattr(owner, method)
+        update_wrapper(self, self._inner)
+
+    def preceded(self, *args: Any, **kwargs: Any) -> Any:
+        self._before(*args, **kwargs)
+        return self._inner(*args, **kwargs)
+
+    __call__ = preceded
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, str]]:
+        return _method_of, (self._owner, self._method)
+
+
+def _method_of(owner: Any, method: str) -> Any:
+    return getattr(type(owner), method).__get__(owner)
 
 
 class GradientCapture:
@@ -238,18 +259,22 @@ class GradientCapture:
             self._release_before(owner, method)
 
     def _release_before(self, owner: Any, method: str) -> None:
-        by_torch = method not in vars(owner) and getattr(type(owner), method) in (
-            Optimizer.zero_grad,
-            nn.Module.zero_grad,
-        )
+        overridden = vars(owner).get(method)
+        by_torch = overridden is None and getattr(type(owner), method) in (Optimizer.zero_grad, nn.Module.zero_grad)
 
-        def releasing(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        def release(*args: Any, **kwargs: Any) -> None:
             set_to_none = by_torch and (args[0] if args else kwargs.get("set_to_none", True))
             with self._stopwatch:
                 self._consumer.release(dropped=bool(set_to_none))
-            return inner(*args, **kwargs)
 
-        self._undo.append(Wrapped(owner, method, releasing).close)
+        def undo() -> None:
+            if overridden is None:
+                delattr(owner, method)
+            else:
+                setattr(owner, method, overridden)
+
+        setattr(owner, method, _Preceded(owner, method, release))
+        self._undo.append(undo)
 
     def close(self) -> None:
         """Removes all hooks. Safe to call twice."""

@@ -20,6 +20,7 @@ from moe_ckpt.driver.host import Stateful
 from moe_ckpt.driver.run import CLOSE_SECS
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.megatron.checkpoint import MegatronCheckpoint, megatron_options
+from moe_ckpt.megatron.compat import Wrapped
 from moe_ckpt.megatron.host import Progress
 from moe_ckpt.megatron.script import (
     counters_of,
@@ -33,7 +34,6 @@ from moe_ckpt.megatron.script import (
 )
 from moe_ckpt.policies.base import Policy
 from moe_ckpt.run.options import OptionValues
-from moe_ckpt.wrapping import Wrapped
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -1,4 +1,4 @@
-"""The names of Megatron-Core that this adapter uses, looked up once and checked.
+"""The names of Megatron-Core that this adapter uses, looked up once and checked, and wrapped where it has no hooks.
 
 Megatron-Core has no stable interface for them, so each is listed: a version in which one has moved is refused by that
 name when training starts, rather than failing when a checkpoint is needed.
@@ -6,8 +6,9 @@ name when training starts, rather than failing when a checkpoint is needed.
 
 from __future__ import annotations
 
+import functools
 import importlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import lru_cache
 from types import ModuleType, SimpleNamespace
@@ -100,6 +101,40 @@ def runs_on_samples() -> bool:
     """Returns whether Megatron-Core runs a forward pass on samples, before it captures a CUDA graph of it."""
     is_capturing = look_up("megatron.core.transformer.cuda_graphs", "is_graph_capturing")()
     return is_capturing and not torch.cuda.is_current_stream_capturing()
+
+
+class Wrapped:
+    """A function that is wrapped until ``close``.
+
+    If others have wrapped it since, theirs stays in place, and ours only calls the original.
+
+    Args:
+        owner: The object, class or module that has the function.
+        name: Name of the function.
+        around: Called in its place, with the original and the arguments of the call.
+    """
+
+    def __init__(self, owner: Any, name: str, around: Callable[..., Any]) -> None:
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            return around(original, *args, **kwargs) if self._is_open else original(*args, **kwargs)
+
+        self._owner, self._name, self._wrapper = owner, name, wrapper
+        self._replaced = vars(owner).get(name)
+        self._is_open = True
+        setattr(owner, name, wrapper)
+
+    def close(self) -> None:
+        """Removes the wrapper. May be called twice."""
+        self._is_open = False
+        if vars(self._owner).get(self._name) is not self._wrapper:
+            return
+        if self._replaced is None:  # it is of the class
+            delattr(self._owner, self._name)
+        else:
+            setattr(self._owner, self._name, self._replaced)
 
 
 @contextmanager

@@ -30,7 +30,7 @@ from moe_ckpt.driver.changes import Change, differing, plain_values, same
 from moe_ckpt.driver.host import Stateful
 from moe_ckpt.driver.states import Moment
 from moe_ckpt.errors import ConfigError, UnsupportedError, optimizer_changed
-from moe_ckpt.megatron.compat import OPTIMIZER, changed, megatron_core
+from moe_ckpt.megatron.compat import OPTIMIZER, Wrapped, changed, megatron_core
 from moe_ckpt.modeling.optimizer_state import (
     IMPLEMENTATION_FLAGS,
     STEP,
@@ -44,7 +44,6 @@ from moe_ckpt.modeling.optimizer_state import (
 from moe_ckpt.ports import TensorMeta
 from moe_ckpt.run.options import Options
 from moe_ckpt.stopwatch import Stopwatch
-from moe_ckpt.wrapping import Wrapped
 
 log = logging.getLogger("moe_ckpt")
 

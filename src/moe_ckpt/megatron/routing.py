@@ -44,12 +44,11 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from moe_ckpt.errors import UnsupportedError
-from moe_ckpt.megatron.compat import look_up, megatron_core, runs_on_samples, version
+from moe_ckpt.megatron.compat import Wrapped, look_up, megatron_core, runs_on_samples, version
 from moe_ckpt.modeling.routing import Mask, clear, counts_on_host, is_recomputed, soft_on_host, step_tokens
 from moe_ckpt.notices import announce
 from moe_ckpt.run.agreement import Deferred, StepTokens
 from moe_ckpt.stopwatch import Stopwatch
-from moe_ckpt.wrapping import Wrapped
 
 ROUTER = "megatron.core.transformer.moe.router"
 DROPPING = "apply_router_token_dropping"

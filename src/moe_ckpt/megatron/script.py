@@ -28,11 +28,10 @@ from torch.utils.data import DataLoader
 from moe_ckpt.comm.communicator import answers_of
 from moe_ckpt.errors import ConfigError, UnsupportedError
 from moe_ckpt.megatron.checkpoint import MegatronCheckpoint, end_iteration
-from moe_ckpt.megatron.compat import changed, megatron_core
+from moe_ckpt.megatron.compat import Wrapped, changed, megatron_core
 from moe_ckpt.megatron.host import Progress, capture_generators
 from moe_ckpt.megatron.world import is_rank_zero
 from moe_ckpt.notices import announce
-from moe_ckpt.wrapping import Wrapped
 
 COUNTED = ("consumed_valid_samples", "skipped_train_samples", "num_floating_point_operations_so_far")
 """Counters in ``args`` that are saved, if this version has them."""

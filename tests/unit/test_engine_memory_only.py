@@ -346,6 +346,26 @@ def test_an_abandoned_branch_is_not_returned_to(where):
         assert restored.manifest.step == 3
 
 
+def test_an_abandoned_branch_of_which_storage_has_nothing_is_not_returned_to(where):
+    """It had come further than the run has since, which went on from storage on another node."""
+    train_and_fail(where)
+    with life(where) as second:
+        come_back(second)
+        second.go(6, settle=True)
+    shutil.move(where[1], where[1].with_name("away"))
+    where[1].mkdir()
+    with life(where, every=1) as third:
+        come_back(third)
+        third.go(2, settle=True)
+        assert third.session.generation == 2
+    delete_tree(where[1])
+    shutil.move(where[1].with_name("away"), where[1])
+    with life(where) as fourth:
+        restored, _ = come_back(fourth)
+        assert restored.manifest.directory == "step_00000003_g2"
+        assert [path.name for path in where[0].glob(".generation*")] == [".generation_3"]
+
+
 def test_slots_of_two_lives_are_never_mixed(where, tmp_path):
     """Two ranks, two nodes; one node's memory is of another life than the other's: neither is a checkpoint."""
     nodes = [tmp_path / "a", tmp_path / "b"]

@@ -75,7 +75,7 @@ def rounds(monkeypatch) -> Counter[str]:
         finally:
             inside.open = False
 
-    for name in ("agree", "everyone", "swap", "share", "broadcast"):
+    for name in ("agree", "everyone", "swap", "broadcast"):
         counted(name)
     monkeypatch.setattr(CheckpointSession, "open", opened)
     monkeypatch.setattr("tests.unit.test_engine_host_tier.resume_newest", resumed)

@@ -22,7 +22,7 @@ from tests.unit.test_engine_memory_only import (
 )
 
 STEPS = 12
-ASKED = ("agree", "everyone", "share", "broadcast", "swap", "combine", "announce")
+ASKED = ("agree", "everyone", "broadcast", "swap", "combine", "announce")
 
 
 @pytest.fixture

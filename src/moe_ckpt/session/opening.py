@@ -6,6 +6,7 @@ Rank 0 checks, locks and cleans the store, and tells the other ranks.
 from __future__ import annotations
 
 import logging
+import re
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -26,6 +27,7 @@ from moe_ckpt.reading.reader import StoreReader
 from moe_ckpt.reading.together import by_rank_zero
 from moe_ckpt.run.context import RunContext
 from moe_ckpt.run.documents import read_header, read_manifest
+from moe_ckpt.slices.snapshot import write_named
 from moe_ckpt.storage.base import ReadableStorage, Storage
 from moe_ckpt.tiers.host_memory import leave, open_memory
 
@@ -34,6 +36,9 @@ log = logging.getLogger("moe_ckpt")
 Shapes = Mapping[str, Sequence[int]]
 """Name of a parameter -> its shape as a whole."""
 _MODEL = "model/"
+_GENERATION = ".generation_"
+"""Beginning of the name of an empty file that says which generation a start has taken."""
+_NOTE = re.compile(re.escape(_GENERATION) + r"\d{1,18}", re.ASCII)
 _SHOWN = 3
 
 
@@ -85,7 +90,8 @@ def _open(run: RunContext) -> tuple[str, int, StoreKeeper]:
         identity.require_model(fingerprint, storage.root, differences)
     keeper = StoreKeeper(storage, identity, run.settings.retention, run.lock, run.comm.world_size)
     keeper.clean_start()
-    generation = 1 + max((generation for _, generation in steps.values()), default=-1)
+    taken = [int(name.removeprefix(_GENERATION)) for name in names if _NOTE.fullmatch(name)]
+    generation = 1 + max((*taken, *(generation for _, generation in steps.values())), default=-1)
     return identity.run_id, generation, keeper
 
 
@@ -153,6 +159,21 @@ def _some(texts: Sequence[str]) -> list[str]:
     return [*texts[:_SHOWN], f"and {more} more like that"] if more > 0 else list(texts)
 
 
+def _note(storage: Storage, generation: int) -> None:
+    """Notes in the store which generation this start has taken, as all that it saves may come to be in memory alone.
+
+    If a node is lost with that, the next start must not take the generation again: the node may come back. Rank 0 does
+    this before any checkpoint can be complete. An error is a warning.
+    """
+    try:
+        write_named(storage, f"{_GENERATION}{generation}", [b""])
+        for name in filter(_NOTE.fullmatch, storage.list()):
+            if int(name.removeprefix(_GENERATION)) < generation:
+                storage.delete(name)
+    except (OSError, MoECheckpointError) as error:
+        log.warning("cannot note in %s that generation %d is in use: %s", storage.root, generation, error)
+
+
 def open_pipeline(run: RunContext) -> Pipeline:
     """Takes possession of the store, opens host memory and starts the threads. A collective, before training.
 
@@ -162,6 +183,8 @@ def open_pipeline(run: RunContext) -> Pipeline:
     tier = open_memory(run, run_id, generation)
     try:
         run.comm.enter(tier.generation)
+        if keeper is not None and tier.outlives_process:
+            _note(run.storage, tier.generation)
         return Pipeline(run, tier, None if keeper is None else Committer(run, keeper))
     except BaseException:
         leave(tier, run.storage.root, keep=True)  # no pipeline will

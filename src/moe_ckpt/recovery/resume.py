@@ -49,7 +49,7 @@ _DIVERGED = (
     "%s in memory is a step of a gradient log whose updates, repeated, came to another state than the run's: none of "
     "its steps is used, and the newest one that was saved in full is tried"
 )
-_KEPT = b"A start could not read this checkpoint. Retention keeps it as long as this file is here.\n"
+_KEEP_TEXT = b"A start could not read this checkpoint. Retention keeps it as long as this file is here.\n"
 log = logging.getLogger("moe_ckpt")
 
 Opens = Callable[[], tuple[StoreReader, Manifest]]
@@ -293,7 +293,7 @@ def _keep_unread(storage: Storage, comm: Communicator, unread: Sequence[str], ta
 
     def keep() -> None:
         for directory in unread:
-            write_named(storage, f"{directory}/{KEEP_NAME}", [_KEPT])
+            write_named(storage, f"{directory}/{KEEP_NAME}", [_KEEP_TEXT])
 
     by_rank_zero(comm, keep, f"keep {', '.join(unread)}")
     if comm.rank == 0:

@@ -36,9 +36,8 @@ log = logging.getLogger("moe_ckpt")
 Shapes = Mapping[str, Sequence[int]]
 """Name of a parameter -> its shape as a whole."""
 _MODEL = "model/"
-_GENERATION = ".generation_"
-"""Beginning of the name of an empty file that says which generation a start has taken."""
-_NOTE = re.compile(re.escape(_GENERATION) + r"\d{1,18}", re.ASCII)
+_NOTE = re.compile(r"\.generation_(\d{1,18})", re.ASCII)
+"""Name of an empty file that says which generation a start has taken."""
 _SHOWN = 3
 
 
@@ -90,8 +89,7 @@ def _open(run: RunContext) -> tuple[str, int, StoreKeeper]:
         identity.require_model(fingerprint, storage.root, differences)
     keeper = StoreKeeper(storage, identity, run.settings.retention, run.lock, run.comm.world_size)
     keeper.clean_start()
-    taken = [int(name.removeprefix(_GENERATION)) for name in names if _NOTE.fullmatch(name)]
-    generation = 1 + max((*taken, *(generation for _, generation in steps.values())), default=-1)
+    generation = 1 + max((*_noted(names).values(), *(generation for _, generation in steps.values())), default=-1)
     return identity.run_id, generation, keeper
 
 
@@ -159,6 +157,11 @@ def _some(texts: Sequence[str]) -> list[str]:
     return [*texts[:_SHOWN], f"and {more} more like that"] if more > 0 else list(texts)
 
 
+def _noted(names: Sequence[str]) -> dict[str, int]:
+    """Returns the files among ``names`` that say which generation a start has taken, each with that."""
+    return {match[0]: int(match[1]) for match in map(_NOTE.fullmatch, names) if match}
+
+
 def _note(storage: Storage, generation: int) -> None:
     """Notes in the store which generation this start has taken, as all that it saves may come to be in memory alone.
 
@@ -166,9 +169,9 @@ def _note(storage: Storage, generation: int) -> None:
     this before any checkpoint can be complete. An error is a warning.
     """
     try:
-        write_named(storage, f"{_GENERATION}{generation}", [b""])
-        for name in filter(_NOTE.fullmatch, storage.list()):
-            if int(name.removeprefix(_GENERATION)) < generation:
+        write_named(storage, f".generation_{generation}", [b""])
+        for name, earlier in _noted(storage.list()).items():
+            if earlier < generation:
                 storage.delete(name)
     except (OSError, MoECheckpointError) as error:
         log.warning("cannot note in %s that generation %d is in use: %s", storage.root, generation, error)

@@ -112,10 +112,11 @@ RECORDS = {
     "moe_ckpt.format.manifest.LayerRecord": "name experts top_k",
     "moe_ckpt.format.manifest.ModelRecord": "fingerprint layers aliases",
     "moe_ckpt_sim.planner.profile_document.Profile": "fingerprint model lives",
-    "moe_ckpt.format.profile.ProfiledModel": "layers operators",
-    "moe_ckpt.format.profile.OperatorRow": "id count elements full_bytes compute_bytes stage gradient_bytes "
-    "weight_bytes",
-    "moe_ckpt.format.profile.Life": (
+    "moe_ckpt_sim.planner.profile_document.ProfiledModel": "layers operators",
+    "moe_ckpt_sim.planner.profile_document.OperatorRow": (
+        "id count elements full_bytes compute_bytes stage gradient_bytes weight_bytes"
+    ),
+    "moe_ckpt_sim.planner.profile_document.Life": (
         "run_id generation policy ranks ranks_per_node pp dp ep host_memory_bytes started_unix_secs opened_unix_secs "
         "last_unix_secs ready_unix_secs training_unix_secs finished load_secs plan_secs replayed_steps restored_step "
         "first_step last_step first_step_secs last_step_unix_secs iteration_secs recent_iteration_secs clean_steps "

@@ -18,26 +18,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from moe_ckpt import profiling
 from moe_ckpt.core.operators import Catalog, MoELayer, Operator, OperatorKind, Span
 from moe_ckpt.core.placement import Placement, everywhere
 from moe_ckpt.core.window import OperatorBytes
 from moe_ckpt.errors import ConfigError, DamagedError, FormatVersionError
 from moe_ckpt.format import FORMAT_VERSION
 from moe_ckpt.format.manifest import LayerRecord
-from moe_ckpt.format.profile import (
-    Life,
-    OperatorRow,
-    ProfiledModel,
-    earlier_lives,
-    encode_life,
-    encode_model,
-    encode_profile,
-)
 from moe_ckpt.policies import Dense, MoC, MoEvement
 from moe_ckpt.policies.base import Sends
 from moe_ckpt.ports import TensorSpec
-from moe_ckpt.profiling import parallel, profilers, started_unix_secs, weighed
 from moe_ckpt.run.events import Loaded, StepRecord, StepReplayed
 from moe_ckpt.run.options import Options
 from moe_ckpt.slices.assignment import operator_bytes
@@ -46,8 +35,20 @@ from moe_ckpt.storage.local import remove_temporaries_of, replace_file
 from moe_ckpt_sim.cluster.cluster import Parallel
 from moe_ckpt_sim.cluster.surviving import Survivors
 from moe_ckpt_sim.failures.failures import NoFailures, Poisson
+from moe_ckpt_sim.planner import recorder
 from moe_ckpt_sim.planner.profile import RunProfile, read_profile, scenario_from
-from moe_ckpt_sim.planner.profile_document import Profile, decode_profile
+from moe_ckpt_sim.planner.profile_document import (
+    Life,
+    OperatorRow,
+    Profile,
+    ProfiledModel,
+    decode_profile,
+    earlier_lives,
+    encode_life,
+    encode_model,
+    encode_profile,
+)
+from moe_ckpt_sim.planner.recorder import parallel, profile_observer, started_unix_secs, weighed
 from moe_ckpt_sim.run.run import simulate
 from moe_ckpt_sim.run.system import System
 from tests.unit import engine_parts
@@ -316,7 +317,9 @@ def test_the_process_began_when_the_system_says():
     assert started_unix_secs() == pytest.approx(
         psutil.Process().create_time(), abs=1.5
     )  # psutil rounds boot to seconds
-    code = "import time; t = time.time(); from moe_ckpt import profiling as p; print(t - p.started_unix_secs())"
+    code = (
+        "import time; t = time.time(); from moe_ckpt_sim.planner.recorder import started_unix_secs as p; print(t - p())"
+    )
     spent = float(subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True).stdout)
     assert -0.02 < spent < 60  # time to start Python, before the imports
 
@@ -361,7 +364,7 @@ def path(tmp_path):
 def life(tmp_path, path, storage=None, **more):
     rank = more["comm"].rank if "comm" in more else 0
     storage = storage or LocalStorage(tmp_path / "store")
-    return engine_parts.Life(storage, observers=profilers(path, rank), **more)
+    return engine_parts.Life(storage, observers=() if path is None or rank else (profile_observer(path),), **more)
 
 
 def writer_of(run):
@@ -382,7 +385,7 @@ def test_a_life_is_recorded(tmp_path, path):
     (found,) = read(path).lives
     assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
     assert found.finished
-    assert profiling._left_unix_secs == found.last_unix_secs  # and not when it was closed once more
+    assert recorder._left_unix_secs == found.last_unix_secs  # and not when it was closed once more
     assert (found.first_step, found.last_step, found.steps, found.restored_step) == (1, 5, 5, None)
     assert found.policy == MoC(k=1).describe()
     assert (found.ranks, found.ranks_per_node, found.pp, found.dp, found.ep) == (1, 1, 1, 1, 1)
@@ -440,7 +443,7 @@ def test_a_clock_that_is_set_back_spoils_nothing(tmp_path, path, monkeypatch):
         clock[0] -= 10.0
         return clock[0]
 
-    monkeypatch.setattr(profiling.time, "time", backwards)
+    monkeypatch.setattr(recorder.time, "time", backwards)
     with life(tmp_path, path) as second:
         second.session.resume_from(engine_parts.manifests(tmp_path / "store")[-1])
         second.session.training_begins()
@@ -452,7 +455,7 @@ def test_a_clock_that_is_set_back_spoils_nothing(tmp_path, path, monkeypatch):
 
 
 def test_only_the_newest_lives_are_kept(tmp_path, path, monkeypatch):
-    monkeypatch.setattr("moe_ckpt.profiling._MOST_LIVES", 3)
+    monkeypatch.setattr("moe_ckpt_sim.planner.recorder._MOST_LIVES", 3)
     for _ in range(5):
         with life(tmp_path, path) as run:
             run.go(1, settle=True)
@@ -588,7 +591,7 @@ def test_a_write_error_is_told_once(tmp_path, path, caplog, monkeypatch):
     def full(path, data):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("moe_ckpt.profiling.replace_file", full)
+    monkeypatch.setattr("moe_ckpt_sim.planner.recorder.replace_file", full)
     with caplog.at_level(logging.WARNING, "moe_ckpt"), life(tmp_path, path) as run:
         run.session.training_begins()
         run.go(3, settle=True)
@@ -607,9 +610,9 @@ def test_without_a_path_nothing_is_recorded(tmp_path):
 def test_how_often_it_is_written(tmp_path, path, monkeypatch):
     """A hundredth of the life's length apart, within 0.5 and 10 s; and as soon as iterations are measured."""
     clock = [1000.0]
-    monkeypatch.setattr(profiling.time, "time", lambda: clock[0])
-    monkeypatch.setattr(profiling, "started_unix_secs", lambda: 1000.0)
-    monkeypatch.setattr(profiling, "_left_unix_secs", 0.0)
+    monkeypatch.setattr(recorder.time, "time", lambda: clock[0])
+    monkeypatch.setattr(recorder, "started_unix_secs", lambda: 1000.0)
+    monkeypatch.setattr(recorder, "_left_unix_secs", 0.0)
     run = life(tmp_path, path)
     run.session.open()
     written = []

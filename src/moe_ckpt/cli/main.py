@@ -26,7 +26,7 @@ _TAKE_SETTINGS = ("simulate", "plan")
 COMMANDS = {name: f"moe_ckpt.cli.{name}" for name in _HERE} | {
     name: f"moe_ckpt_sim.commands.{name}" for name in _SIMULATOR
 }
-"""The commands in the order of ``--help``, and their modules. Nothing else in this package knows ``moe_ckpt_sim``."""
+"""The commands in the order of ``--help``, and their modules."""
 _BROKEN_PIPE = 141
 """As of a program that SIGPIPE ended: 128 + 13. Not 0, for what was not printed may have been a damage."""
 

@@ -23,7 +23,6 @@ from moe_ckpt.errors import ReplayDivergedError, SaveFailedError
 from moe_ckpt.format.manifest import Manifest, parse_step_dir
 from moe_ckpt.modeling.streams import tell_loaded_positions
 from moe_ckpt.ports import Communicator, TrainingState, TransferGate
-from moe_ckpt.profiling import profilers
 from moe_ckpt.reading.reader import StoreReader
 from moe_ckpt.recovery.executing import Restored, versions_of
 from moe_ckpt.recovery.replay import StepReplay
@@ -131,6 +130,10 @@ class Driver:
             **machine: Fields of ``run.options.Settings`` that the adapter sets: ``pinned``, ``local_ranks``.
         """
         storage = open_storage(self.options.dirpath, on_phase, access=self.options.access)
+        if self.options.profile is not None and comm.rank == 0:
+            from moe_ckpt_sim.planner.recorder import profile_observer
+
+            observers = [profile_observer(self.options.profile), *observers]
         if open_log is not None and self.options.needs.gradients:
             self.gradients = open_log()
         run = RunContext(
@@ -144,7 +147,7 @@ class Driver:
             aliases=aliases or {},
             lock=StoreLock(storage, job_name(), access=self.options.access),
             on_phase=on_phase,
-            observers=[*profilers(self.options.profile, comm.rank), *observers],
+            observers=observers,
             gate=gate,
             gradients=self.gradients,
         )

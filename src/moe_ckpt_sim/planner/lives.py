@@ -9,7 +9,7 @@ from itertools import pairwise
 from statistics import fmean, median
 
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.format.profile import Life
+from moe_ckpt_sim.planner.profile_document import Life
 
 _ENOUGH_LAPS = 20
 _LONGEST_UPDATE = 0.95

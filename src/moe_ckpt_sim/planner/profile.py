@@ -15,12 +15,18 @@ from typing import Any, TypeVar
 from moe_ckpt.core.operators import Catalog, MoELayer, Operator, OperatorKind, Span
 from moe_ckpt.core.window import OperatorBytes
 from moe_ckpt.errors import ConfigError
-from moe_ckpt.format.profile import MAX_PROFILE_BYTES, Life, OperatorRow, ProfiledModel
 from moe_ckpt.storage.local import read_whole
 from moe_ckpt_sim.cluster.cluster import Cluster, ClusterLayout, Parallel
 from moe_ckpt_sim.failures.failures import Failures
 from moe_ckpt_sim.planner.lives import Restarts, RunPace
-from moe_ckpt_sim.planner.profile_document import Profile, decode_profile
+from moe_ckpt_sim.planner.profile_document import (
+    MAX_PROFILE_BYTES,
+    Life,
+    OperatorRow,
+    Profile,
+    ProfiledModel,
+    decode_profile,
+)
 from moe_ckpt_sim.run.scenario import Scenario
 from moe_ckpt_sim.run.system import System
 from moe_ckpt_sim.workload.load import ExpertLoad

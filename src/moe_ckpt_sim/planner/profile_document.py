@@ -1,21 +1,233 @@
-"""The profile of a run as the simulator reads it: bytes -> frozen records, all of it checked. See docs/profile.md.
+"""The profile of a run: frozen records <-> bytes, read strictly. See docs/profile.md.
 
-All fields must be there and none besides, so that a number with a misspelt name is never taken for one that is not
-known.
+Plain JSON, not part of a checkpoint: nothing is ever restored from it. All fields must be there and none besides, so
+that a number with a misspelt name is never taken for one that is not known.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from moe_ckpt.core.operators import expert_id, gate_id
+from moe_ckpt.core.window import OperatorBytes
 from moe_ckpt.errors import DamagedError
+from moe_ckpt.format import FORMAT_VERSION
 from moe_ckpt.format.manifest import MOST_EXPERTS, OPERATOR_ID, LayerRecord
-from moe_ckpt.format.profile import PROFILE_KIND, Life, OperatorRow, ProfiledModel
 from moe_ckpt.format.schema import Check, Schema, anything, both, flag, mapping, maybe, number, require, text, whole
 from moe_ckpt.format.sealed import check_version, parse_json
+
+PROFILE_KIND = "moe_ckpt.profile"
+MAX_PROFILE_BYTES = 1 << 28
+"""A larger file is not read; a thousand lives of a large model take a few MB."""
+
+
+@dataclass(frozen=True)
+class OperatorRow:
+    """One operator, or ``count`` experts of a layer that follow one another and have the same size.
+
+    Attributes:
+        id: Of the first operator.
+        elements: Parameters of one operator.
+        full_bytes: Weights and optimizer state of one operator, all ranks together.
+        compute_bytes: Compute weights of one operator.
+        stage: Pipeline stage of the operators.
+        gradient_bytes: Gradients of one operator that an update consumes; None if unknown.
+        weight_bytes: The part of ``full_bytes`` that is the model's own weights.
+    """
+
+    id: str
+    count: int
+    elements: int
+    full_bytes: int
+    compute_bytes: int
+    stage: int = 0
+    gradient_bytes: int | None = None
+    weight_bytes: int = 0
+
+    @property
+    def size(self) -> OperatorBytes:
+        """The bytes of one operator."""
+        return OperatorBytes(self.full_bytes, self.compute_bytes, self.gradient_bytes, self.weight_bytes)
+
+    @property
+    def layer(self) -> int | None:
+        """The MoE layer of an expert or a gate."""
+        kind, _, rest = self.id.partition("/")
+        return None if kind == "non_expert" else int(rest.partition("/")[0])
+
+    @property
+    def expert(self) -> int | None:
+        """The first expert's number in its layer."""
+        parts = self.id.split("/")
+        return int(parts[2]) if parts[0] == "expert" else None
+
+    @property
+    def ids(self) -> tuple[str, ...]:
+        if self.layer is None or self.expert is None:
+            return (self.id,)
+        return tuple(expert_id(self.layer, self.expert + at) for at in range(self.count))
+
+
+@dataclass(frozen=True)
+class ProfiledModel:
+    """The model that was trained.
+
+    Attributes:
+        layers: MoE layers.
+        operators: In the order of the run's catalog.
+    """
+
+    layers: tuple[LayerRecord, ...]
+    operators: tuple[OperatorRow, ...]
+
+
+@dataclass(frozen=True)
+class Life:
+    """One life of a run: from the start of its processes to its end or its last record.
+
+    Attributes:
+        run_id, generation: Of the store.
+        finished: Training ended well.
+        ranks, pp, dp, ep: Pipeline stages, and ranks of a stage as pipelines x expert-parallel width.
+        host_memory_bytes: Budget of one rank's snapshots.
+        started_unix_secs: The process began.
+        opened_unix_secs: The store was opened.
+        ready_unix_secs: The state is loaded, and the loop is entered.
+        training_unix_secs: Likewise, but after a sparse window was computed again.
+        last_unix_secs: When this was written down, the end of the life if it came to one.
+        load_secs: From the opening of the store to loaded tensors.
+        plan_secs: Of that, until it was known what comes from where.
+        replayed_steps: Of a sparse window, computed again.
+        restored_step: None for a run that began from scratch.
+        first_step, last_step: Of this life, steps computed again aside.
+        first_step_secs: From ``training_unix_secs`` on.
+        last_step_unix_secs: The last one's end.
+        iteration_secs, recent_iteration_secs, checkpoint_cost_secs, persist_secs, copy_bytes_per_sec,
+            persist_bytes_per_sec, send_bytes_per_sec: Medians over many looks at ``policies.base.Measured``, on which
+            the ranks agreed.
+        replicas: Copies that peers' memory holds.
+        sent_bytes, saved_bytes: Of those copies, what rank 0 sent, and what its peers had in their own training state.
+        clean_steps, clean_secs: Iterations without checkpoint work beside them, and what they took together.
+        update_secs: Median from the join before the optimizer to the step's end, in which no copy may run.
+        stall_secs, agree_secs: Sums of ``StepRecord``'s over all steps, of rank 0.
+        waited_secs: Of ``stall_secs``, at steps for which no buffer was free.
+        begun, committed, failed, skipped: Snapshots; each step of a sparse window takes one.
+        snapshot_bytes: Rank 0's, all that were begun together.
+        assignments: Tokens times top-k of all MoE layers in this life.
+        skewness: Mean over looks now and then.
+        held_alike: Each rank holds all training state; None until a snapshot told.
+    """
+
+    run_id: str
+    generation: int
+    policy: Mapping[str, Any]
+    ranks: int
+    ranks_per_node: int
+    pp: int
+    dp: int
+    ep: int
+    host_memory_bytes: int
+    started_unix_secs: float
+    opened_unix_secs: float
+    last_unix_secs: float
+    ready_unix_secs: float | None = None
+    training_unix_secs: float | None = None
+    finished: bool = False
+    load_secs: float | None = None
+    plan_secs: float | None = None
+    replayed_steps: int = 0
+    restored_step: int | None = None
+    first_step: int | None = None
+    last_step: int | None = None
+    first_step_secs: float | None = None
+    last_step_unix_secs: float | None = None
+    iteration_secs: float | None = None
+    recent_iteration_secs: float | None = None
+    clean_steps: int = 0
+    clean_secs: float = 0.0
+    update_secs: float | None = None
+    checkpoint_cost_secs: float | None = None
+    persist_secs: float | None = None
+    copy_bytes_per_sec: float | None = None
+    persist_bytes_per_sec: float | None = None
+    send_bytes_per_sec: float | None = None
+    replicas: int = 0
+    sent_bytes: int = 0
+    saved_bytes: int = 0
+    stall_secs: float = 0.0
+    waited_secs: float = 0.0
+    agree_secs: float = 0.0
+    begun: int = 0
+    committed: int = 0
+    failed: int = 0
+    skipped: int = 0
+    snapshot_bytes: int = 0
+    assignments: int = 0
+    skewness: float | None = None
+    held_alike: bool | None = None
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps done in this life."""
+        return 0 if self.first_step is None or self.last_step is None else self.last_step - self.first_step + 1
+
+
+def encode_life(life: Life) -> str:
+    return json.dumps(asdict(life))
+
+
+def encode_model(model: ProfiledModel | None) -> str:
+    return "null" if model is None else _model(asdict(model))
+
+
+def _model(rows: Mapping[str, Iterable[Mapping[str, Any]]]) -> str:
+    return f'{{"layers": {_lines(rows["layers"])}, "operators": {_lines(rows["operators"])}}}'
+
+
+def encode_profile(fingerprint: str, model: str, lives: Sequence[str]) -> bytes:
+    """Returns the bytes of a profile.
+
+    Args:
+        fingerprint: ``Catalog.fingerprint`` of the model.
+        model, lives: Results of ``encode_model`` and ``encode_life``, which callers keep if they do not change.
+    """
+    head = f'"kind": "{PROFILE_KIND}", "format_version": {FORMAT_VERSION}, "fingerprint": {json.dumps(fingerprint)}'
+    listed = ",\n  ".join(lives)
+    return f'{{{head},\n"model": {model},\n"lives": [\n  {listed}\n]}}\n'.encode()
+
+
+def _lines(rows: Iterable[Mapping[str, Any]]) -> str:
+    return "[\n  " + ",\n  ".join(map(json.dumps, rows)) + "\n]"
+
+
+def _parse(raw: bytes | bytearray, path: str) -> dict[str, Any]:
+    body = parse_json(raw, path)
+    if not isinstance(body, dict) or body.get("kind") != PROFILE_KIND:
+        raise DamagedError(path, f"is no profile of a run: its kind is not {PROFILE_KIND!r}")
+    check_version(body, path, PROFILE_KIND)
+    return body
+
+
+def earlier_lives(raw: bytes | bytearray, path: str) -> tuple[str, str, list[str]]:
+    """Returns the arguments of ``encode_profile`` for a file. The numbers are not checked.
+
+    Args:
+        raw: A file that may be a profile.
+        path: For messages.
+
+    Raises:
+        FormatVersionError: The profile is of another version.
+        DamagedError: The file is no profile.
+    """
+    body = _parse(raw, path)
+    try:
+        model = "null" if body["model"] is None else _model(body["model"])
+        return str(body["fingerprint"]), model, list(map(json.dumps, body["lives"]))
+    except (KeyError, TypeError) as error:
+        raise DamagedError(path, f"is no profile of a run: {error!r}") from error
 
 
 @dataclass(frozen=True)
@@ -43,10 +255,7 @@ def decode_profile(raw: bytes | bytearray, path: str) -> Profile:
         FormatVersionError: It is of another version.
         DamagedError: anything else that is wrong; names the field.
     """
-    body = parse_json(raw, path)
-    if not isinstance(body, dict) or body.get("kind") != PROFILE_KIND:
-        raise DamagedError(path, f"is no profile of a run: its kind is not {PROFILE_KIND!r}")
-    check_version(body, path, PROFILE_KIND)
+    body = _parse(raw, path)
     require(_PROFILE, body, path)
     model = None if body["model"] is None else _decode_model(path, body["model"])
     return Profile(body["fingerprint"], model, tuple(Life(**life) for life in body["lives"]))

@@ -1,4 +1,4 @@
-"""Records what a run measures while it trains, in a JSON file that simulator and planner read (docs/profile.md).
+"""Records what a run measures while it trains, in the file that the planner reads (docs/profile.md).
 
 Rank 0 records. The training thread does no more than add numbers up; now and then it hands them to a thread of the
 profile's own, which rewrites the whole file under a temporary name and renames it. Nothing that goes wrong here
@@ -24,16 +24,6 @@ from moe_ckpt.core.placement import Placement
 from moe_ckpt.core.tokens import Counts, normalized_hhi
 from moe_ckpt.errors import DamagedError, FormatVersionError
 from moe_ckpt.format.manifest import LayerRecord
-from moe_ckpt.format.profile import (
-    MAX_PROFILE_BYTES,
-    Life,
-    OperatorRow,
-    ProfiledModel,
-    earlier_lives,
-    encode_life,
-    encode_model,
-    encode_profile,
-)
 from moe_ckpt.policies.base import Measured
 from moe_ckpt.ports import TensorSpec
 from moe_ckpt.run.events import (
@@ -55,6 +45,16 @@ from moe_ckpt.run.events import (
 from moe_ckpt.slices.assignment import ComputeTypes, operator_bytes
 from moe_ckpt.storage.local import read_whole, remove_temporaries_of, replace_file
 from moe_ckpt.threads import TaskThread, ThreadName
+from moe_ckpt_sim.planner.profile_document import (
+    MAX_PROFILE_BYTES,
+    Life,
+    OperatorRow,
+    ProfiledModel,
+    earlier_lives,
+    encode_life,
+    encode_model,
+    encode_profile,
+)
 
 _IMPORTED_UNIX_SECS = time.time()
 
@@ -97,10 +97,8 @@ _left_unix_secs = 0.0
 """When an earlier life in this process ended: a later one begins there, not with the process."""
 
 
-def profilers(path: str | None, rank: int) -> tuple[Observer, ...]:
-    """Returns the observers that keep a run's profile in ``path``: one on rank 0, none elsewhere or without a path."""
-    if path is None or rank:
-        return ()
+def profile_observer(path: str) -> Observer:
+    """Returns an observer that keeps a run's profile in the file ``path``. For rank 0."""
     absolute = os.path.realpath(os.path.expanduser(path))
     recorder: Recorder | None = None
 
@@ -113,7 +111,7 @@ def profilers(path: str | None, rank: int) -> tuple[Observer, ...]:
             if isinstance(event, Closed):
                 recorder = None
 
-    return (observe,)
+    return observe
 
 
 class Recorder:

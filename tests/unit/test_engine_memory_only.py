@@ -97,7 +97,7 @@ def test_a_life_comes_back_to_a_step_that_storage_never_had(where):
         assert restored.origin == "memory"
         assert set(restored.plan.from_source(restored.plan.sources[0])) == set(ALL), "from this node"
         assert second.session.completed(StepRecord(6)).memory_step == 6, "a failure now would come back to it again"
-        assert second.session.run_ledger.ledger.at_risk_plt == 0, "all of the checkpoint on storage is of one step"
+        assert second.session.run_ledger.ledger.at_risk.tokens == 0, "all of the checkpoint on storage is of one step"
         second.go(3, settle=True)
     with life(where) as third:
         come_back(third)

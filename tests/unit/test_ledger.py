@@ -39,7 +39,6 @@ def ledger() -> MovingLedger:
 def test_versions_of_experts(ledger):
     assert ledger.expert_steps().tolist() == [[12, 10, 10], [10, 10, 10]]
     assert ledger.expert_ages(13).tolist() == [[1, 3, 3], [3, 3, 3]]
-    assert ledger.oldest_expert_steps(13) == 3
 
 
 def test_before_the_first_checkpoint_there_is_nothing():
@@ -47,7 +46,7 @@ def test_before_the_first_checkpoint_there_is_nothing():
     assert missing(ledger) == EVERYTHING
     assert (ledger.expert_steps() == NEVER).all()
     assert (ledger.expert_ages(5) == -1).all()
-    assert (ledger.oldest_expert_steps(5), ledger.at_risk_plt) == (0, 0.0)
+    assert ledger.at_risk.tokens == 0
 
 
 def test_layers_of_different_sizes_are_padded_with_never():
@@ -58,7 +57,7 @@ def test_layers_of_different_sizes_are_padded_with_never():
 
 def test_what_the_newest_checkpoint_lacks_is_at_risk(ledger):
     assert ledger.at_risk.tokens == 3 + 2 + 5 + 3 + 2
-    assert ledger.at_risk_plt == 15 / 40
+    assert ledger.tokens.plt_after(ledger.at_risk.tokens) == 15 / 40
     assert ledger.at_risk.mlt == (5 / 20 + 10 / 20) / 2
     ledger.tokens.apply(routed(0, 0, 9))
     assert ledger.at_risk.mlt == (5 / 20 + 10 / 20) / 2, "of the step that a failure would return to"

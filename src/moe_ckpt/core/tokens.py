@@ -234,11 +234,6 @@ class TokenBook:
         routed = self.routed_tokens if lost else 0
         return lost / routed if routed else 0.0
 
-    @property
-    def worst_mlt(self) -> float | None:
-        """The highest MLT of a recovery so far; None before the first."""
-        return max((fault.mlt for fault in self.faults), default=None)
-
     def to_dict(self) -> dict[str, Any]:
         """Returns the book as plain data."""
         return {

@@ -348,28 +348,30 @@ class Driver:
             ReplayDivergedError: The replayed step differs from the recorded one.
         """
         self.lifecycle.move(Action.STEP, "after_update()")
-        step, tokens = self._host.step, self._final(tokens, updated=updated)
+        step = self._host.step
+        tokens, changed = self._final(tokens, updated=updated)
         if self.restored is not None and self.restored.plain:
             self.restored = replace(self.restored, plain={})
         if self.replaying is not None:
             return self._replayed(self.replaying, step, tokens)
         with nullcontext() if self.survivors is None else self.survivors.booking():
             capture = functools.partial(self._capture, described=True)
-            self.last = self.session.after_update(step, tokens, capture, updated=_at_once(updated))
+            self.last = self.session.after_update(step, tokens, capture, updated=changed)
         return self.last
 
     def count(self, tokens: Deferred[StepTokens], *, updated: Updated) -> None:
         """Counts the newest step, after whose update training stops, so that ``survive`` can seal it."""
-        tokens = self._final(tokens, updated=updated)
-        self.session.stops_after(self._host.step, tokens, self._capture, updated=_at_once(updated))
+        tokens, changed = self._final(tokens, updated=updated)
+        self.session.stops_after(self._host.step, tokens, self._capture, updated=changed)
 
-    def _final(self, tokens: Deferred[StepTokens], *, updated: Updated) -> Deferred[StepTokens]:
-        """Returns the tokens of a step that ended: with those still to make up, and none applied without an update."""
+    def _final(self, tokens: Deferred[StepTokens], *, updated: Updated) -> tuple[Deferred[StepTokens], bool | None]:
+        """Returns the tokens of a step that ended, with those still to make up, and none applied without an update; and
+        whether weights changed, None if a device has still to tell."""
         if self.boost is not None:
             tokens = self.boost.step_ends(tokens, updated=updated)
         if isinstance(updated, Deferred):
-            return tokens.then(lambda routed: routed if updated.result() else routed.left_out())
-        return tokens if updated else tokens.then(StepTokens.left_out)
+            return tokens.then(lambda routed: routed if updated.result() else routed.left_out()), None
+        return tokens if updated else tokens.then(StepTokens.left_out), updated
 
     def _capture(self, *, described: bool = False) -> Mapping[str, Any]:
         """Returns the plain state: that of ``Host.capture``, with entries of guests."""
@@ -532,11 +534,6 @@ class Driver:
         for guest in (self.boost, self.gradients):
             if guest is not None:
                 guest.close()
-
-
-def _at_once(updated: Updated) -> bool | None:
-    """Returns whether weights changed; None if a device has still to tell."""
-    return None if isinstance(updated, Deferred) else updated
 
 
 def close_guarded(

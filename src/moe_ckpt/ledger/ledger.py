@@ -219,15 +219,6 @@ class Ledger:
         copies = self.expert_steps()
         return np.where(copies == NEVER, -1, step - copies)
 
-    def oldest_expert_steps(self, step: int) -> int:
-        """Returns the steps since the oldest of the experts' newest committed copies; 0 before the first."""
-        return int(self.expert_ages(step).max(initial=0))
-
-    @property
-    def at_risk_plt(self) -> float:
-        """PLT if the run failed now and came back to the newest committed step."""
-        return self.tokens.plt_after(self.at_risk.tokens)
-
     def _experts(self, places: Counts) -> Counts:
         """Returns ``[n, 2]`` layer and expert, of the experts at these places of the catalog."""
         return self.catalog.layer_and_expert[places[self.catalog.is_expert[places]]]

@@ -360,7 +360,8 @@ class CheckpointSession:
 
     def completed(self, record: StepRecord) -> StepRecord:
         """Returns the record with the present numbers of the ledger, which are final after ``finish``."""
-        tokens, plan, snapshots = self.run_ledger.tokens, self._newest_plan, self._snapshots
+        ledger, tokens = self.run_ledger.ledger, self.run_ledger.tokens
+        plan, snapshots = self._newest_plan, self._snapshots
         opened, gate = self._snapshots.opened, self._run.gate
         memory = None if opened is None else opened.memory
         replicator = None if memory is None else memory.replicator
@@ -373,16 +374,16 @@ class CheckpointSession:
             k=plan.k,
             plt_budget_left=None if plan.plt_budget is None else plan.plt_budget - tokens.plt,
             plt=tokens.plt,
-            at_risk_plt=self.run_ledger.ledger.at_risk_plt,
-            at_risk_mlt=self.run_ledger.ledger.at_risk.mlt,
+            at_risk_plt=tokens.plt_after(ledger.at_risk.tokens),
+            at_risk_mlt=ledger.at_risk.mlt,
             mlt_newest=tokens.faults[-1].mlt if tokens.faults else None,
-            mlt_worst=tokens.worst_mlt,
+            mlt_worst=max((fault.mlt for fault in tokens.faults), default=None),
             lost_tokens=tokens.lost_tokens,
             owed_tokens=None if self.run_ledger.deficit is None else int(self.run_ledger.deficit.sum()),
             routed_tokens=tokens.routed_tokens,
             committed_step=self.run_ledger.committed_step,
             failed_checkpoints=self._booking.failures.total,
-            oldest_expert_steps=self.run_ledger.ledger.oldest_expert_steps(record.step),
+            oldest_expert_steps=int(ledger.expert_ages(record.step).max(initial=0)),
             memory_step=None if memory is None else memory.complete_step,
             memory_nbytes=0 if memory is None else memory.nbytes,
             replica_lag_steps=0 if replicator is None else replicator.lag_steps,

@@ -366,11 +366,19 @@ def _row(one: Candidate, human: Any) -> tuple[str, ...]:
 
 def _advise(plan: Plan) -> None:
     from moe_ckpt.tables import wrapped
+    from moe_ckpt_sim.planner.choosing import CLOSE
 
     if plan.recommended is None:
         print("No policy can be used here: see above what each of them lacks.")
         return
     print(f"recommended: {plan.recommended.system.name} (ETTR {plan.recommended.ettr:.3f})")
+    if any(one.ettr > plan.recommended.ettr and one.system.in_trainer for one in plan.candidates if not one.refused):
+        print(
+            wrapped(
+                f"ETTRs that differ by at most {CLOSE} count as equal: among these, policies that lose no tokens come "
+                "first, then those that need less memory, then the simpler ones"
+            )
+        )
     print(f"  {override_line(plan.recommended)}")
     if plan.best is not None and plan.best is not plan.recommended:
         best = plan.best

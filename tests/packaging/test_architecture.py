@@ -63,7 +63,7 @@ def test_the_page_lists_the_threads_that_the_library_starts():
     rows = [row.split("|")[1:-1] for row in section.splitlines() if row.startswith("| `")]
     names = [name for row in rows for name in re.findall("moe_ckpt-[a-z]+", row[0])]
     assert sorted(names) == sorted(name.value for name in ThreadName)
-    assert all(cell.strip() for row in rows for cell in row), "what it does, who starts it and who ends it"
+    assert all(cell.strip() for row in rows for cell in row), "what it does"
 
 
 def test_the_map_of_packages_is_the_order_of_imports_and_one_page():

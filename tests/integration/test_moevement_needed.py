@@ -1,9 +1,9 @@
 """What exact recovery from a sparse window needs: without any one of these things the run ends otherwise.
 
-The seven are those that the paper leaves out (docs/moevement.md). Each case is one run that is killed, and comes back
-twice from the same store: once as it should, equal to the last bit to the run that never failed, and once with one
-thing left out (``sabotage``), in real processes. Then something must differ: the state at the end or the loss of a
-batch; or the replay itself must say that it does not repeat what was recorded.
+They are listed in docs/moevement.md ("Coming back"); the paper leaves them out. Each case is one run that is killed,
+and comes back twice from the same store: once as it should, equal to the last bit to the run that never failed, and
+once with one thing left out (``sabotage``), in real processes. Then something must differ: the state at the end or the
+loss of a batch; or the replay itself must say that it does not repeat what was recorded.
 """
 
 from __future__ import annotations

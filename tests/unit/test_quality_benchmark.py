@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -87,20 +86,14 @@ def test_the_docs_have_losses_with_and_without_a_boost():
     assert f"{100 * min(found):.0f} to {percent(max(found))} of the lost tokens were made up" in said
 
 
-@pytest.mark.parametrize(
-    ("arm", "name"), zip(QUALITY, ("never failing", "within the budget", "budget broken"), strict=True)
-)
+@pytest.mark.parametrize(("arm", "name"), zip(QUALITY[1:], ("within the budget", "budget broken"), strict=True))
 def test_the_docs_have_losses_within_a_budget_and_beyond(arm, name):
     runs = runs_of(None)
-    losses = " ".join(f"{each['val_loss']:.4f}" for each in runs[arm.name])
-    cells = ["0", losses, ""]
-    if arm.failing:
-        plt = " ".join(percent(each["plt"], 1 if each["plt"] < 0.1 else 0) for each in runs[arm.name])
-        pairs = gaps(runs, arm.name)
-        cells = [plt, losses, f"{mean(pairs):+.4f} (mean), t = {paired_t(pairs):.1f}"]
-        half = STUDENT_2 * stdev(pairs) / 3**0.5
-        assert name == "budget broken" or f"could show none below {half:.4f} (95 %)" in docs("moc")
-    assert re.sub(" +", " ", f"| {name} | {' | '.join(cells)} |") in docs("moc")
+    plt = " ".join(percent(each["plt"], 1 if each["plt"] < 0.1 else 0) for each in runs[arm.name])
+    pairs = gaps(runs, arm.name)
+    assert f"| {name} | {plt} | {mean(pairs):+.4f} (mean), t = {paired_t(pairs):.1f} |" in docs("moc")
+    half = STUDENT_2 * stdev(pairs) / 3**0.5
+    assert name == "budget broken" or f"could show none below {half:.4f} (95 %)" in docs("moc")
     assert f"The seeds alone differ by {chance(runs):.4f}" in docs("moc")
     [costly] = [each for each in range(0, len(MLT), 2) if "1 of 8 every 1," in MLT[each].name]
     mlt = runs_of("mlt")

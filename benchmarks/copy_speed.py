@@ -40,7 +40,7 @@ from moe_ckpt.modeling.training_state import specs_of
 from moe_ckpt.ports import StateTensor
 from moe_ckpt.slices.checksums import checksums_of
 from moe_ckpt.slices.compiling import CompiledPlan, PlanCompiler
-from moe_ckpt.slices.copying import Move, carry_out
+from moe_ckpt.slices.copying import Move, run_copy_steps
 from moe_ckpt.storage.local import LocalStorage
 
 _GRIDS = ((6, 8), (12, 16), (24, 64), (48, 128))
@@ -115,7 +115,7 @@ def copies(mib: int, repeats: int, directory: Path, failed: Failures) -> dict[st
     found = timed(
         {
             "memcpy, warm": lambda: _memmove(sources, targets),
-            "moe_ckpt copy program": lambda: carry_out(ready.moves),
+            "moe_ckpt copy program": lambda: run_copy_steps(ready.moves),
             "torch clone": lambda: [source.clone() for source in sources],
             "torch copy_ (all threads)": lambda: [t.copy_(s) for t, s in zip(targets, sources, strict=True)],
             "dcp staging, as async_save does": lambda: _stager().stage(state_dict),
@@ -161,7 +161,7 @@ def preparing(layers: int, experts: int, listed: bool, repeats: int) -> dict[str
         {
             "plan, new": lambda: compiled(catalog, tensors),
             "plan, as last time": lambda: compiler.compile(Contents(catalog.everything), tensors, specs, ()),
-            "(copy thread) copy program": lambda: carry_out(moves),
+            "(copy thread) copy program": lambda: run_copy_steps(moves),
             "(persist thread) checksums": lambda: [
                 checksums_of(part, buffer[at : at + part.nbytes]) for at, part in plan.parts
             ],

@@ -124,7 +124,7 @@ def route(rank: Rank) -> None:
 
 
 _NO_ANSWER = b"{}"
-"""What ranks other than the first give to ``reading.together.by_rank_zero``."""
+"""What ranks other than the first give to ``reading.collective.on_rank_zero``."""
 
 
 class ActedCommunicator(ActedRank):

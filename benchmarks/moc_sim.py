@@ -25,7 +25,7 @@ from moe_ckpt.core.step import Contents, SnapshotPlan, Step, Tier
 from moe_ckpt.core.tokens import Counts, FaultRecord, TokenBook
 from moe_ckpt.format.manifest import Manifest, ModelRecord, OperatorRecord
 from moe_ckpt.policies.base import MemoryFacts, Policy
-from moe_ckpt.run.run_ledger import InFlight, RunLedger, places
+from moe_ckpt.run.run_ledger import InFlight, RunLedger, expert_indices
 
 
 def catalog(layers: int, experts: int) -> Catalog:
@@ -140,7 +140,7 @@ class SimulatedRun:
             book = TokenBook(*self._saved.shape)
             book.saved[Tier.STORAGE] = self._saved
             saved, applied = done.snapshot.contents.full, done.snapshot.applied
-            book.mark_saved(Tier.STORAGE, places(self.model, saved), applied)
+            book.mark_saved(Tier.STORAGE, expert_indices(self.model, saved), applied)
             book.applied, book.faults = applied, list(done.faults)
             self._holdings = {
                 **self._holdings,

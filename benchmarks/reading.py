@@ -78,7 +78,7 @@ def first_life(order: Mapping[str, Any]) -> None:
 def second_life(order: Mapping[str, Any], rank: int) -> dict[str, float]:
     """Comes back. Returns what this rank read, and its seconds, of CPU too, of all its threads."""
     if order["way"] == ALONE:
-        shared_reading.divide = lambda *args, **kwargs: None
+        shared_reading.divide_reading = lambda *args, **kwargs: None
     swap = GlooCommunicator.swap
 
     def swapping(self: GlooCommunicator, outgoing: Any, expected: Any) -> None:

@@ -249,7 +249,7 @@ class RecoverableDistributedSampler(DistributedSampler[int]):
         self._restored_epoch = self.epoch
 
 
-def draws_anew(sampler: object) -> bool:
+def draws_new_order(sampler: object) -> bool:
     """Returns whether a sampler of torch draws a new order for the epoch after a resume, since nothing restores it."""
     drawing = (RandomSampler, SubsetRandomSampler, WeightedRandomSampler)
     return isinstance(sampler, drawing) and not hasattr(sampler, "load_state_dict")

@@ -84,7 +84,7 @@ def named_pool(name: ThreadName, most: int = 1) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(most, thread_name_prefix=name.value, initializer=_disturb_no_capture)
 
 
-def ahead(name: ThreadName, threads: int, work: Callable[[S], T], tasks: Iterable[S]) -> Iterator[T]:
+def map_ahead(name: ThreadName, threads: int, work: Callable[[S], T], tasks: Iterable[S]) -> Iterator[T]:
     """Yields what ``work`` makes of each task, in order; threads are at work on the next ones meanwhile.
 
     With one thread, or for a single task, the caller works by itself.

@@ -19,8 +19,8 @@ from moe_ckpt.errors import PeerLostError, StoreError
 from moe_ckpt.interop.weights import load_weights
 from moe_ckpt.modeling.training_state import TorchTrainingState
 from moe_ckpt.reading import shared_reading
+from moe_ckpt.reading.collective import NotUsableError
 from moe_ckpt.reading.reader import StoreReader
-from moe_ckpt.reading.together import NotUsableError
 from moe_ckpt.recovery.executing import StorageSource
 from moe_ckpt.recovery.resume import load_step, resume_newest, whole_tensors
 from moe_ckpt.storage import LocalStorage

@@ -35,14 +35,14 @@ class Stop(pl.Callback):
 @pytest.fixture
 def slow_copy(monkeypatch):
     """Every copy takes longer than a step, so that whatever does not wait for it tears it."""
-    quick = copying.carry_out
+    quick = copying.run_copy_steps
 
     def slow(moves):
         for move in moves:
             time.sleep(0.03)
             quick([move])
 
-    monkeypatch.setattr(copying, "carry_out", slow)
+    monkeypatch.setattr(copying, "run_copy_steps", slow)
 
 
 def fit(
@@ -117,13 +117,13 @@ def test_a_torn_snapshot_is_never_committed_and_the_next_is_whole(tmp_path, monk
     """Weights that change while they are copied: that step is refused by name, later ones copy them at once."""
     whole, broken, resumed = seeded(Target), seeded(Target), seeded(Target)
     reference, _ = fit(tmp_path / "a", whole, Dense(1))
-    quick = copying.carry_out
+    quick = copying.run_copy_steps
 
     def after_the_next_change(moves):
         assert broken.second_step.wait(120)
         quick(moves)
 
-    monkeypatch.setattr(copying, "carry_out", after_the_next_change)
+    monkeypatch.setattr(copying, "run_copy_steps", after_the_next_change)
     fit(tmp_path / "b", broken, Dense(1), stop=6)
     assert "model/target.weight changed while step 1 was being copied" in caplog.text
     assert "from now on training waits until they are copied" in caplog.text

@@ -20,7 +20,7 @@ from moe_ckpt.comm.communicator import SoloCommunicator
 from moe_ckpt.driver import torch_model
 from moe_ckpt.gradient_log import capture
 from moe_ckpt.gradient_log.edits import EditWatch
-from moe_ckpt.interop.whole import lightning_dict, of_lightning
+from moe_ckpt.interop.whole import lightning_dict, open_lightning
 from moe_ckpt.ledger.retention import RetentionPolicy
 from moe_ckpt.memory.options import Memory
 from moe_ckpt.modeling import routing
@@ -29,7 +29,7 @@ from moe_ckpt.reading.reader import StoreReader, check_checkpoint
 from moe_ckpt.run.agreement import Deferred
 from moe_ckpt.session.session import CheckpointSession
 from moe_ckpt.slices import copying, snapshot
-from moe_ckpt.slices.copying import Copy, target
+from moe_ckpt.slices.copying import Copy, slice_view
 from moe_ckpt.storage import LocalStorage
 from tests.support.acted_gpu import CUDA, ActedGPU
 from tests.support.tiny_moe import TinyMoE, loader, state_of
@@ -96,7 +96,7 @@ def contents(root: Path) -> dict[str, Any]:
     for name in reversed(reader.directories()):
         manifest = reader.manifest(name)
         check_checkpoint(reader, manifest)
-        held = lightning_dict(of_lightning(reader, manifest))
+        held = lightning_dict(open_lightning(reader, manifest))
         del held["callbacks"]  # our own books are among them, which are of a step earlier where counts come late
         found[name] = {"tokens": manifest.tokens["applied"], **held}
     return found
@@ -239,7 +239,7 @@ def captured(place: Path, monkeypatch: pytest.MonkeyPatch) -> ActedGPU:
     """A run in which each forward pass is a capture, during which the copy of the step before ends."""
     (place / "memory").mkdir(parents=True)
     with ActedGPU() as gpu:
-        step, carry_out = TinyMoE.training_step, copying.carry_out
+        step, carry_out = TinyMoE.training_step, copying.run_copy_steps
 
         def carry_out_late(moves: Any) -> None:
             time.sleep(0.02)
@@ -251,7 +251,7 @@ def captured(place: Path, monkeypatch: pytest.MonkeyPatch) -> ActedGPU:
                 return step(*args)
 
         monkeypatch.setattr(TinyMoE, "training_step", capture)
-        monkeypatch.setattr(copying, "carry_out", carry_out_late)
+        monkeypatch.setattr(copying, "run_copy_steps", carry_out_late)
         memory = Memory(place / "memory", storage_every=2)
         fit(place / "store", Dense(every_n_steps=1), gpu, memory=memory)
     return gpu
@@ -273,7 +273,7 @@ def take_as_before(tables: dict[int, torch.Tensor], shape: tuple[int, int]) -> D
 
 def copy_as_before(sources: Any, memory: torch.Tensor) -> bool:
     for entry, source in sources:
-        target(entry, memory).copy_(source)
+        slice_view(entry, memory).copy_(source)
     return True
 
 

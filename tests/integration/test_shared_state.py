@@ -16,7 +16,7 @@ from moe_ckpt.callbacks import MoECheckpoint, MoECheckpointIO
 from moe_ckpt.errors import CoverageError
 from moe_ckpt.interop.dcp import MoEStorageReader
 from moe_ckpt.interop.export import export
-from moe_ckpt.interop.whole import whole
+from moe_ckpt.interop.whole import open_whole
 from moe_ckpt.policies import Dense
 from moe_ckpt.reading.reader import open_step
 from tests.support.tiny_moe import TinyMoE, loader
@@ -186,7 +186,7 @@ def test_a_store_that_tells_no_other_names_opens_as_before(trained, monkeypatch)
     assert state["plain"].pop("aliases")
     assert state["plain"].pop("unsliced")
     monkeypatch.setattr(reader, "state", lambda manifest, rank: state)
-    found = whole(reader, manifest).state_dict()
+    found = open_whole(reader, manifest).state_dict()
     assert set(wanted) - set(found) == {
         "blocks.1.mask",
         "blocks.1.rotary.calls",

@@ -90,7 +90,7 @@ def test_transformer_engines_experts_are_those_of_sequential_mlp(ranks: int, set
 def compare_grouped(rank: int, world_size: int, setup: Setup) -> int:
     """As ``GroupedMLP.forward`` multiplies, without a transpose, by ``weight1.view(experts, hidden, -1)``."""
     from moe_ckpt.comm.communicator import make_communicator
-    from moe_ckpt.megatron.inventory import take_inventory, unwrapped
+    from moe_ckpt.megatron.inventory import take_inventory, unwrap_module
     from moe_ckpt.megatron.training_state import MegatronTrainingState
     from tests.support import megatron_gpt
 
@@ -99,7 +99,7 @@ def compare_grouped(rank: int, world_size: int, setup: Setup) -> int:
     stored: dict[str, dict[tuple[int, ...], torch.Tensor]] = {}
     for tensor in state.tensors():
         stored.setdefault(tensor.key, {})[tensor.offsets] = tensor.local
-    model: Any = unwrapped(built.chunks[0])
+    model: Any = unwrap_module(built.chunks[0])
     part = rank if setup.etp == 2 else 0
     share, names = setup.ffn // (setup.etp or 1), set()
     for number, layer in enumerate(model.decoder.layers):

@@ -83,12 +83,12 @@ class Quantized(nn.Parameter):
 
 def tensor_parallel(rank: int, world_size: int, setup: Setup) -> dict[str, Any]:
     from moe_ckpt.errors import UnsupportedError
-    from moe_ckpt.megatron.inventory import take_inventory, unwrapped
+    from moe_ckpt.megatron.inventory import take_inventory, unwrap_module
     from tests.support import megatron_gpt
 
     with changed_config(softmax_type="learnable"):
         built = megatron_gpt.build(setup, 1)
-    layer = unwrapped(built.chunks[0]).decoder.layers[0]
+    layer = unwrap_module(built.chunks[0]).decoder.layers[0]
     layer.latent = nn.Linear(4, 6, bias=False)  # as TELinear(parallel_mode="duplicated") is, once made
     layer.latent.parallel_mode = None
     layer.latent.weight.tensor_model_parallel, layer.latent.weight.partition_dim = True, 0

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from moe_ckpt.commit.keeping import StoreContents
 from moe_ckpt.core.step import Superseded
-from moe_ckpt.ledger.retention import RetentionPolicy, retained
+from moe_ckpt.ledger.retention import RetentionPolicy, retained_directories
 from moe_ckpt.storage.base import Storage
 
 
@@ -26,7 +26,7 @@ def collect(
     contents = StoreContents(storage) if contents is None else contents
     contents.storage = storage
     deleted, delegated = contents.collect(retention, **how)
-    stay = retained(tuple(contents.records.values()), retention)  # beside those of which nothing is judged
+    stay = retained_directories(tuple(contents.records.values()), retention)  # beside those of which nothing is judged
     return Collected(tuple(filter(stay.__contains__, contents.records)), contents.damaged, deleted, delegated)
 
 

@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from moe_ckpt.gradient_log.optimizers import GradientBlock, OptimizerKind, detached
+from moe_ckpt.gradient_log.optimizers import GradientBlock, OptimizerKind, detached_optimizers
 from moe_ckpt.gradient_log.replaying import LoggedSteps
 from moe_ckpt.gradient_log.units import Unit
 from moe_ckpt.ledger.coverage import Box
@@ -131,7 +131,7 @@ class MemoryLog:
         return {operator: blocks(spans) for operator, spans in self.spans.items()}
 
     def replay_of(self, step, spoil: Callable | None = None):
-        replay = detached(self.kinds, self.units)
+        replay = detached_optimizers(self.kinds, self.units)
         self.bring(replay, step, spoil)
         return replay
 

@@ -17,7 +17,7 @@ import xxhash
 from moe_ckpt import Memory
 from moe_ckpt.comm.communicator import make_communicator
 from moe_ckpt.core.step import Contents, Facts, Step
-from moe_ckpt.format.shard import Checksums, ShardHeader, SliceEntry, encode_header, in_a_row
+from moe_ckpt.format.shard import Checksums, ShardHeader, SliceEntry, encode_header, lay_out_in_order
 from moe_ckpt.format.slot import SlotHeader, SlotPart, encode_slot
 from moe_ckpt.memory.files import MemoryFiles
 from moe_ckpt.memory.slot import Slot
@@ -130,7 +130,7 @@ def _part(slot: Slot, kind: str, begin: int, end: int, facts: tuple[int, int, in
     step, generation, rank = facts
     cuts = [begin + (end - begin) * at // SLICES for at in range(SLICES + 1)]
     sizes = [to - fro for fro, to in pairwise(cuts)]
-    entries = in_a_row(
+    entries = lay_out_in_order(
         SliceEntry(f"model/{kind}.{at}", "dense", "U8", (0,), (size,), (size,)) for at, size in enumerate(sizes)
     )
     digests = [checksum(slot.memory[begin + each.begin : begin + each.end]) for each in entries]

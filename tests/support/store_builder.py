@@ -29,7 +29,7 @@ from moe_ckpt.format.manifest import (
     Part,
     PartRecord,
     StateRecord,
-    composed,
+    compose_manifest,
     encode_part,
     file_row,
     shard_path,
@@ -141,7 +141,7 @@ class StoreBuilder:
         self.count += 1
         bare = dataclasses.replace(bare, **changes)
         self.write_manifest(directory, bare)
-        return composed(bare, [part for _, part in kept])
+        return compose_manifest(bare, [part for _, part in kept])
 
     def write_manifest(self, directory: str, manifest: Manifest) -> None:
         """Whatever there was."""

@@ -21,7 +21,7 @@ from moe_ckpt.core.operators import (
 from moe_ckpt.core.placement import everywhere
 from moe_ckpt.core.step import Contents, GradientGroups, Step, Tier, WindowPlace
 from moe_ckpt.core.tokens import NO_COUNTS
-from moe_ckpt.format.shard import REPLAY, SliceEntry, in_a_row
+from moe_ckpt.format.shard import REPLAY, SliceEntry, lay_out_in_order
 from moe_ckpt.ledger.retention import MemoryStep
 from moe_ckpt.policies import FaultRecord, MemoryFacts, ModelFacts, PolicyContext, RunFacts
 from moe_ckpt.slices.assignment import WriteAssignment
@@ -70,7 +70,7 @@ def pieces_of(local: LocalState, operators: Collection[str], dealt: WriteAssignm
 
 def entries_of(part: CompiledPart) -> tuple[SliceEntry, ...]:
     """The slices of a part, each with its byte range."""
-    return in_a_row(part.listed())
+    return lay_out_in_order(part.listed())
 
 
 def is_replay(cut: Cut) -> bool:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from moe_ckpt.core.step import Step
 from moe_ckpt.ledger.freshness import STALE
 from moe_ckpt.ledger.ledger import Anchors
-from moe_ckpt.ledger.retention import needed, newest_checkpoint
+from moe_ckpt.ledger.retention import needed_steps, newest_checkpoint
 from moe_ckpt.reading.memory.memory_shares import Share, beneath_of, checkpoints_of, snapshots_of
 from moe_ckpt_sim.run.durable import MovingLedger
 from tests.support.gradient_chain import LoggedStep, chain
@@ -75,7 +75,7 @@ def held(sequence, since=None, **more):
 def test_what_the_newest_complete_step_needs_stays():
     steps = [held(0), held(1, 0), held(2, 0), held(3, 1), held(4, 2, complete=None)]
     assert [each.number for each in newest_checkpoint(steps)] == [1, 2, 3]
-    assert needed(steps) == {1, 2, 3, 4}
+    assert needed_steps(steps) == {1, 2, 3, 4}
 
 
 def test_a_step_that_lost_one_of_its_own_is_no_checkpoint():
@@ -86,8 +86,8 @@ def test_a_step_that_lost_one_of_its_own_is_no_checkpoint():
 
 def test_what_peers_have_of_a_log_stays_beside_the_newest():
     steps = [held(0), held(1, 0), held(2, 0), held(3, 2, copied=False), held(4, 3)]
-    assert needed(steps) == {0, 1, 2, 3, 4}, "4 is not whole at the peers, which lack 3"
-    assert needed([*steps, held(5, 4)]) == {4, 5}
+    assert needed_steps(steps) == {0, 1, 2, 3, 4}, "4 is not whole at the peers, which lack 3"
+    assert needed_steps([*steps, held(5, 4)]) == {4, 5}
 
 
 @st.composite
@@ -124,7 +124,7 @@ def test_what_stays_is_what_ways_to_the_newest_step_and_later_ones_need(given_ro
             if not steps[at].complete:
                 lost.add(at)
                 book.broken(at)
-        kept = needed(steps.values())
+        kept = needed_steps(steps.values())
         newest = newest_checkpoint(steps.values())
         left = {at: logged for at, logged in log.items() if at in kept}
         if newest:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from moe_ckpt.modeling import bucket_order
-from moe_ckpt.modeling.bucket_order import BucketOrder, decoded, encoded
+from moe_ckpt.modeling.bucket_order import BucketOrder, decode_order, encode_order
 
 
 class Crossed(nn.Module):
@@ -47,12 +47,12 @@ def _step(model: nn.Module) -> None:
 def test_an_order_comes_back_from_its_text(size):
     order = list(range(size))
     random.Random(size).shuffle(order)
-    assert decoded(encoded(order), size) == order
+    assert decode_order(encode_order(order), size) == order
 
 
 def test_the_text_of_a_deep_model_is_short():
     layers = [index for layer in reversed(range(1000)) for index in (12 * layer + each for each in range(12))]
-    assert len(encoded(layers)) < 500
+    assert len(encode_order(layers)) < 500
 
 
 @pytest.mark.parametrize(
@@ -61,15 +61,15 @@ def test_the_text_of_a_deep_model_is_short():
         "",
         "not base64!",
         "AAAA",
-        encoded([0, 1]),
-        encoded([0, 1, 2, 3]),
-        encoded([0, 1, 1]),
-        encoded([0, 1, 3]),
-        encoded([0] * 1_000_000),
+        encode_order([0, 1]),
+        encode_order([0, 1, 2, 3]),
+        encode_order([0, 1, 1]),
+        encode_order([0, 1, 3]),
+        encode_order([0] * 1_000_000),
     ],
 )
 def test_what_is_no_order_of_three_parameters_is_told(text):
-    assert decoded(text, 3) is None
+    assert decode_order(text, 3) is None
 
 
 def test_another_process_lays_its_buckets_out_alike(group):
@@ -95,7 +95,9 @@ def test_another_process_lays_its_buckets_out_alike(group):
     _step(second)
     other.note()
     assert other.recorded == order.recorded
-    assert decoded(order.recorded, 10) != sorted(decoded(order.recorded, 10), reverse=True), "as it is at first"
+    assert decode_order(order.recorded, 10) != sorted(decode_order(order.recorded, 10), reverse=True), (
+        "as it is at first"
+    )
 
 
 def test_gradients_that_are_there_stay(group):
@@ -114,7 +116,7 @@ def test_gradients_that_are_there_stay(group):
 def test_a_checkpoint_without_it_is_told_of(group, caplog):
     model = _ddp()
     with caplog.at_level(logging.WARNING, "moe_ckpt"):
-        for recorded in (None, encoded([1, 0])):
+        for recorded in (None, encode_order([1, 0])):
             order = BucketOrder(model, 3)
             order.recorded = recorded
             order.arrange()
@@ -141,10 +143,10 @@ def test_where_torch_does_not_tell_the_order_a_warning_comes_once(group, caplog,
 def test_another_layout_than_recorded_is_told(group, caplog):
     model = _ddp()
     order = BucketOrder(model, 3)
-    order.recorded = encoded(list(range(10)))
+    order.recorded = encode_order(list(range(10)))
     order.arrange()
     model.reducer._rebuild_buckets()
-    order.recorded = encoded(list(reversed(range(10))))
+    order.recorded = encode_order(list(reversed(range(10))))
     _step(model)
     with caplog.at_level(logging.WARNING, "moe_ckpt"):
         order.note()
@@ -183,7 +185,7 @@ def test_what_zeros_would_change_is_left_alone(change, why, group):
     change(model)
     order = BucketOrder(model, 3)
     assert why in order.why_not
-    order.recorded = encoded(list(range(10)))
+    order.recorded = encode_order(list(range(10)))
     order.arrange()
     order.note()
     assert not model._has_rebuilt_buckets

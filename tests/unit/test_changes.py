@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from moe_ckpt.driver.changes import same
+from moe_ckpt.driver.changes import are_equal
 
 
 class Mode(str, enum.Enum):
@@ -28,4 +28,4 @@ class Mode(str, enum.Enum):
     ],
 )
 def test_types_do_not_matter_but_values_do(one, other, is_same: bool):
-    assert same(one, other) is is_same
+    assert are_equal(one, other) is is_same

@@ -29,7 +29,7 @@ from moe_ckpt.format.contents import state_contents
 from moe_ckpt.format.sealed import digest, seal, unseal
 from moe_ckpt.interop.dcp import MoEStorageReader
 from moe_ckpt.interop.export import export
-from moe_ckpt.interop.whole import lightning_dict, of_lightning
+from moe_ckpt.interop.whole import lightning_dict, open_lightning
 from moe_ckpt.modeling.rng import restore_rng
 from moe_ckpt.reading.reader import StoreReader, open_step
 from moe_ckpt.recovery.resume import resume_newest
@@ -298,7 +298,7 @@ def read_dcp(root: Path) -> None:
 
 def read_lightning(root: Path) -> None:
     reader, manifest = open_step(root / STEP)
-    lightning_dict(of_lightning(reader, manifest))
+    lightning_dict(open_lightning(reader, manifest))
 
 
 ALWAYS = (read_verify, read_resume, read_inspect)

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from moe_ckpt.format.shard import TORCH_DTYPES, SliceEntry, dtype_name, lay_out
 from moe_ckpt.slices import copying
-from moe_ckpt.slices.copying import Copier, Copy, CopyProgram, carry_out
+from moe_ckpt.slices.copying import Copier, Copy, CopyProgram, run_copy_steps
 from moe_ckpt.slices.cuts import Shelf, SliceSource
 from tests.support.acted_gpu import RUBBISH, ActedGPU
 
@@ -58,7 +58,7 @@ def copied(pieces: list[SliceSource], base: int = 0) -> tuple[dict[str, bytes], 
     laid = lay_out([p.entry for p in pieces])
     memory = torch.full((base + laid[-1].end + GUARD,), MARK, dtype=torch.uint8)
     inside = memory[base : base + laid[-1].end]
-    carry_out([(step, inside) for step in program_of(pieces).steps])
+    run_copy_steps([(step, inside) for step in program_of(pieces).steps])
     raw = memory.numpy().tobytes()
     return {e.name: raw[base + e.begin : base + e.end] for e in laid}, memory
 
@@ -258,7 +258,7 @@ def test_tensors_copied_at_once_are_left_out_and_not_watched():
     memory = torch.full((48,), MARK, dtype=torch.uint8)
     copying.copy_here(program.at_once, memory)
     moving.fill_(7)
-    carry_out([(step, memory) for step in program.steps])
+    run_copy_steps([(step, memory) for step in program.steps])
     assert memory.view(torch.float32).tolist() == [1.0] * 4 + [0.0] * 4 + [1.0] * 4
     assert sorted(program.changed_since(program.versions() - 1)) == ["a", "z"]
 
@@ -434,7 +434,7 @@ def test_a_device_times_its_copies_by_itself_however_late_somebody_looks():
 
 def test_a_device_that_others_have_filled_is_copied_all_the_same(caplog):
     """Small tensors one by one, what is strided or converted by way of the host. It is said once."""
-    copying.say_full.cache_clear()
+    copying.warn_device_is_full.cache_clear()
     many = [torch.randn(300, 100) for _ in range(6)]
     strided = [torch.randn(40, 30).t(), torch.randn(50, 8)[:, 3:5], torch.randn(9, 2)[:, 1]]
     pieces = [piece(f"model/{at}", source) for at, source in enumerate([*many, *strided])]

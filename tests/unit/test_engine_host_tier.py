@@ -17,9 +17,9 @@ from moe_ckpt.errors import NoCheckpointError, SaveFailedError
 from moe_ckpt.memory.arena import Arena
 from moe_ckpt.memory.files import FoundSlot
 from moe_ckpt.policies import Dense, MoC
+from moe_ckpt.reading.collective import DAMAGED, NotUsableError
 from moe_ckpt.reading.reader import StoreReader
 from moe_ckpt.reading.slices import as_values
-from moe_ckpt.reading.together import DAMAGED, NotUsableError
 from moe_ckpt.recovery.executing import Recovery
 from moe_ckpt.recovery.resume import resume_newest
 from moe_ckpt.storage import LocalStorage

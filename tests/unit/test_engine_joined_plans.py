@@ -35,7 +35,7 @@ from moe_ckpt.slices import local_state
 from moe_ckpt.slices.assignment import Sharder
 from moe_ckpt.slices.checksums import checksums_of
 from moe_ckpt.slices.compiling import HOST_ONLY, CompiledPart, CompiledPlan, PlanCompiler
-from moe_ckpt.slices.copying import carry_out, target
+from moe_ckpt.slices.copying import run_copy_steps, slice_view
 from moe_ckpt.slices.cuts import Cuts, Shelf, SliceSource, sorted_rows
 from moe_ckpt.slices.local_state import LocalState
 from tests.support.replicas import with_checksums
@@ -124,7 +124,7 @@ def compiler_of(world) -> PlanCompiler:
 def copied(plan: CompiledPlan) -> torch.Tensor:
     memory = torch.zeros(plan.nbytes, dtype=torch.uint8)
     moves = [(step, memory[base : base + part.nbytes]) for base, part in plan.parts for step in part.copies.steps]
-    carry_out(moves)
+    run_copy_steps(moves)
     return memory
 
 
@@ -175,7 +175,7 @@ def check_by_hand(part: CompiledPart, memory: torch.Tensor, rank: int, wholes) -
             expected = wholes[entry.key.removeprefix(REPLAY)][1]
             for dim, (start, length) in enumerate(zip(entry.offsets, entry.shape, strict=True)):
                 expected = expected.narrow(dim, start, length)
-            assert torch.equal(target(entry, memory), expected.to(TORCH_DTYPES[entry.dtype])), entry.name
+            assert torch.equal(slice_view(entry, memory), expected.to(TORCH_DTYPES[entry.dtype])), entry.name
 
 
 @given(st.data())

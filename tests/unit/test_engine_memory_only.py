@@ -24,7 +24,7 @@ from moe_ckpt.core.step import WindowPlace
 from moe_ckpt.errors import RecoveryLoopError, SaveFailedError
 from moe_ckpt.format.manifest import age_of
 from moe_ckpt.format.slot import decode_slot, encode_slot
-from moe_ckpt.ledger.retention import needed
+from moe_ckpt.ledger.retention import needed_steps
 from moe_ckpt.memory.slot import Slot
 from moe_ckpt.policies import Dense, MoC
 from moe_ckpt.policies.moevement import MoEvement
@@ -902,7 +902,7 @@ def alone(sequence, complete=True):
     ],
 )
 def test_what_memory_must_keep(held, kept):
-    assert needed(held) == kept
+    assert needed_steps(held) == kept
 
 
 def test_a_checkpoint_that_waits_for_storage_keeps_its_own_checksums(where):

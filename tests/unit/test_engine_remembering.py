@@ -16,10 +16,10 @@ from moe_ckpt.ledger.coverage import PRIME, cover_sum
 from moe_ckpt.memory.arena import Buffer
 from moe_ckpt.modeling.training_state import specs_of
 from moe_ckpt.ports import StateTensor
-from moe_ckpt.run.run_ledger import places
+from moe_ckpt.run.run_ledger import expert_indices
 from moe_ckpt.slices import compiling
 from moe_ckpt.slices.compiling import CompiledPlan, PlanCompiler
-from moe_ckpt.slices.copying import carry_out, target
+from moe_ckpt.slices.copying import run_copy_steps, slice_view
 from moe_ckpt.slices.snapshot import copy_at_once, parts_in
 from tests.unit.builders import catalog, entries_of, is_replay
 
@@ -130,7 +130,7 @@ def test_side_tensors_of_each_time_are_copied():
         memory = torch.zeros(plan.nbytes, dtype=torch.uint8)
         copy_at_once(parts_in(plan, [Buffer(0, memory)]), [(SIDE, torch.tensor([value]))])
         [(base, part)] = [(base, part) for base, part in plan.parts if part.side]
-        assert target(entries_of(part)[part.side[0]], memory[base : base + part.nbytes]).tolist() == [value]
+        assert slice_view(entries_of(part)[part.side[0]], memory[base : base + part.nbytes]).tolist() == [value]
 
 
 def test_another_tensor_object_of_the_same_name_makes_another_plan():
@@ -142,9 +142,11 @@ def test_another_tensor_object_of_the_same_name_makes_another_plan():
     assert second is not first
     memory = torch.zeros(second.nbytes, dtype=torch.uint8)
     tensors[0].local.fill_(3.0)
-    carry_out([(step, memory[base : base + part.nbytes]) for base, part in second.parts for step in part.copies.steps])
+    run_copy_steps(
+        [(step, memory[base : base + part.nbytes]) for base, part in second.parts for step in part.copies.steps]
+    )
     [found] = [
-        target(entry, memory[base : base + part.nbytes])
+        slice_view(entry, memory[base : base + part.nbytes])
         for base, part in second.parts
         for entry in entries_of(part)
         if entry.key == tensors[0].key and entry.operator == MODEL.home[tensors[0].parameter]
@@ -208,5 +210,5 @@ def test_places_of_everything_are_those_of_its_operators():
     listed = tuple(op.id for op in MODEL.operators)
     assert listed == MODEL.everything
     assert listed is not MODEL.everything
-    assert places(MODEL, MODEL.everything).tolist() == places(MODEL, listed).tolist()
-    assert places(MODEL, ()).shape == (0, 2)
+    assert expert_indices(MODEL, MODEL.everything).tolist() == expert_indices(MODEL, listed).tolist()
+    assert expert_indices(MODEL, ()).shape == (0, 2)

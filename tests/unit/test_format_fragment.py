@@ -10,7 +10,7 @@ import pytest
 from moe_ckpt.errors import UnencodableStateError
 from moe_ckpt.format.sealed import FixedStrings, Fragment, encode_json, nesting, seal, unseal
 from moe_ckpt.format.tree import decode_tree, encode_tree
-from moe_ckpt.recovery.replay import same_plain
+from moe_ckpt.recovery.replay import are_plain_states_equal
 
 NAMES = ["a.weight", 'quo"ted', "ümlaut", "moe_ckpt.fragment", ""]
 
@@ -47,7 +47,9 @@ def test_fixed_strings_are_a_list_until_they_stand_in_a_document():
     encoded, _ = encode_tree(tree)
     assert encoded["groups"][0]["params"] is names.fragment
     assert copy.deepcopy(tree)["groups"][0]["params"] is names
-    assert same_plain(tree, {"groups": [{"params": NAMES, "lr": 0.1}]}), "a replay compares it with what was read"
+    assert are_plain_states_equal(tree, {"groups": [{"params": NAMES, "lr": 0.1}]}), (
+        "a replay compares it with what was read"
+    )
     expected = {"groups": [{"params": NAMES, "lr": 0.1}]}
     assert decode_tree(encoded, {}.__getitem__) == expected
     assert type(decode_tree(encoded, {}.__getitem__)["groups"][0]["params"]) is list

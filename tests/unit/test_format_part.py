@@ -15,7 +15,7 @@ from moe_ckpt.format.manifest import (
     Part,
     SlotRecord,
     StateRecord,
-    composed,
+    compose_manifest,
     encode_part,
     file_row,
     shard_path,
@@ -78,7 +78,7 @@ WINDOWED = replace(
 
 
 def view(manifest=MANIFEST, parts=PARTS):
-    return composed(manifest, [each for _, each in parts])
+    return compose_manifest(manifest, [each for _, each in parts])
 
 
 def body_of(manifest=MANIFEST):

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ckpt.memory.arena import ALIGNMENT, FreeSpace, rounded
+from moe_ckpt.memory.arena import ALIGNMENT, FreeSpace, rounded_room
 
 
 def rooms_of(space: FreeSpace) -> int:
@@ -29,7 +29,7 @@ def test_rooms_never_overlap_and_all_come_back(asked):
             space.end = space.end_for(sizes)
             begins = space.take(sizes)
         lent += zip(begins, sizes, strict=True)
-        spans = sorted((begin, begin + rounded(nbytes)) for begin, nbytes in lent)
+        spans = sorted((begin, begin + rounded_room(nbytes)) for begin, nbytes in lent)
         assert all(end <= begin for (_, end), (begin, _) in itertools.pairwise(spans))
         assert spans[-1][1] <= space.end
         assert all(begin % ALIGNMENT == 0 for begin, _ in spans)
@@ -41,8 +41,8 @@ def test_rooms_never_overlap_and_all_come_back(asked):
 
 @given(st.integers(1, 1 << 44))
 def test_a_room_takes_a_64th_more_at_most(nbytes):
-    assert nbytes <= rounded(nbytes) <= nbytes + max(ALIGNMENT, nbytes // 64 + 1)
-    assert rounded(rounded(nbytes)) == rounded(nbytes)
+    assert nbytes <= rounded_room(nbytes) <= nbytes + max(ALIGNMENT, nbytes // 64 + 1)
+    assert rounded_room(rounded_room(nbytes)) == rounded_room(nbytes)
 
 
 def test_sizes_that_differ_a_little_use_the_same_room_again():
@@ -61,7 +61,7 @@ def test_what_an_earlier_process_has_filled_is_lent_to_nobody():
         with pytest.raises(ValueError, match="overlaps"):
             space.adopt(begin, nbytes)
     space.end = 4096
-    assert space.take([700]) == [640 + rounded(1000)]
+    assert space.take([700]) == [640 + rounded_room(1000)]
     assert space.take([600]) == [0]
     space.free(640, 1000)
     assert space.take([1000]) == [640]

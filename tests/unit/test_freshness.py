@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from moe_ckpt.core.step import Contents, WindowPlace
-from moe_ckpt.ledger.freshness import FRESH, STALE, UNKNOWN, LastChecksums, of_all
+from moe_ckpt.ledger.freshness import FRESH, STALE, UNKNOWN, LastChecksums, combined_freshness
 from moe_ckpt.policies import Dense, MoC
 from moe_ckpt.slices.compiling import GRADIENTS
 from moe_ckpt.slices.snapshot import FreshnessWatch
@@ -107,9 +107,9 @@ def test_a_sparse_window_is_stale_if_nothing_in_all_its_slots_has_changed(digest
 
 
 def test_one_rank_that_saw_a_change_is_enough():
-    assert of_all([STALE, UNKNOWN, FRESH]) == FRESH
-    assert of_all([STALE, UNKNOWN]) == STALE
-    assert of_all([]) == UNKNOWN
+    assert combined_freshness([STALE, UNKNOWN, FRESH]) == FRESH
+    assert combined_freshness([STALE, UNKNOWN]) == STALE
+    assert combined_freshness([]) == UNKNOWN
 
 
 def stand_still(only: Life) -> None:

@@ -18,13 +18,13 @@ from moe_ckpt.gradient_log.optimizers import (
     OptimizerReplay,
     Update,
     coupling_of,
-    detached,
+    detached_optimizers,
     register,
 )
 from moe_ckpt.gradient_log.replaying import require_together
 from moe_ckpt.gradient_log.units import whole_unit
 from moe_ckpt.ledger.coverage import Box
-from moe_ckpt.recovery.replay import same_plain
+from moe_ckpt.recovery.replay import are_plain_states_equal
 from tests.support.gradient_chain import Chain
 from tests.support.gradient_log import (
     GRADIENT,
@@ -364,7 +364,7 @@ def test_a_learning_rate_that_is_a_tensor_is_not_written_to_where_it_was_recorde
     kind = "torch.optim.SGD", [recorded]
     unit = whole_unit("bias", 0, 0, torch.zeros(3))
     for _ in range(2):
-        replay = detached([kind], [unit])
+        replay = detached_optimizers([kind], [unit])
         load(replay, [TensorBlock(0, "bias", WEIGHT, unit.pieces[0].box, torch.zeros(3))])
         for lr in (0.1, 0.2):
             update = Update(0, ({"lr": torch.tensor(lr)},), ("bias",))
@@ -406,7 +406,7 @@ def test_rows_of_a_coupled_parameter_anchored_at_different_steps():
 
 
 def test_state_without_rows_of_a_coupled_parameter_anchored_at_another_step():
-    replay = detached([kind_of(torch.optim.Adafactor([nn.Parameter(torch.zeros(EXPERTS, 13))]))], [UNIT])
+    replay = detached_optimizers([kind_of(torch.optim.Adafactor([nn.Parameter(torch.zeros(EXPERTS, 13))]))], [UNIT])
     boxes = [Box((e, 0), (1, 13)) for e in range(EXPERTS)]
     parts = {f"expert/0/{e}": list(replay.pieces.within(0, "bias", box)) for e, box in enumerate(boxes)}
     steps = dict.fromkeys(parts, 7) | {"gate/0": 8}
@@ -455,7 +455,7 @@ def test_a_class_that_is_registered_is_stepped():
     optimizer = Mine([nn.Parameter(torch.ones(2))], lr=0.1)
     assert coupling_of(optimizer) is Coupling.ELEMENTS
     unit = whole_unit("w", 0, 0, torch.ones(2))
-    assert isinstance(detached([kind_of(optimizer)], [unit]).optimizers[0], Mine)
+    assert isinstance(detached_optimizers([kind_of(optimizer)], [unit]).optimizers[0], Mine)
 
 
 def test_sparse_gradients_are_refused_by_parameter():
@@ -641,7 +641,7 @@ def test_what_travels_beside_tensors_is_plain_data():
         if given is unit:
             plain["pieces"] = [(p.parameter, p.box.offsets, p.box.shape, p.stride, p.start) for p in unit.pieces]
         encoded, tensors = encode_tree(plain)
-        assert same_plain(decode_tree(json.loads(json.dumps(encoded)), tensors.__getitem__), plain)
+        assert are_plain_states_equal(decode_tree(json.loads(json.dumps(encoded)), tensors.__getitem__), plain)
 
 
 def test_blocks_of_another_cut_are_put_together():
@@ -653,7 +653,7 @@ def test_blocks_of_another_cut_are_put_together():
     tensors = {(0, "w"): parameter}
     gradient = torch.randn(6, 3)
     rows = [[Span("w", 0, 2)], [Span("w", 2, 5)], [Span("w", 5, 6)]]
-    replay = detached([kind_of(optimizer)], [unit])
+    replay = detached_optimizers([kind_of(optimizer)], [unit])
     for spans in rows:
         load(replay, (b for b in copied(state_blocks([optimizer], tensors, [unit], spans)) if b.box is not None))
     copier = Copier()

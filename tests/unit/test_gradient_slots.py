@@ -10,9 +10,9 @@ import pytest
 from moe_ckpt.core.step import Step
 from moe_ckpt.format.slot import GRADIENTS
 from moe_ckpt.ledger.ledger import MOST_SLOTS, NEVER, Anchors
-from moe_ckpt.ledger.retention import MemoryStep, is_live, live_groups, needed, newest_checkpoint
+from moe_ckpt.ledger.retention import MemoryStep, is_live, live_groups, needed_steps, newest_checkpoint
 from moe_ckpt.policies.gradient_log import held_bytes_per_parameter, most_held_bytes_per_parameter
-from moe_ckpt.reading.memory.memory_shares import Share, checkpoints_of, without
+from moe_ckpt.reading.memory.memory_shares import Share, checkpoints_of, without_damaged
 from tests.unit.builders import catalog, memory_step
 
 
@@ -49,7 +49,7 @@ class Memory:
         self.steps[sequence] = replace(self.steps[sequence], complete=complete, copied=copied and complete)
         if not complete:
             self.book.broken(sequence)
-        kept = needed(self.steps.values())
+        kept = needed_steps(self.steps.values())
         live = live_groups(self.steps.values())
         for key in [key for key in self.steps if key not in kept and self.steps[key].complete is not None]:
             del self.steps[key]
@@ -162,10 +162,10 @@ def test_a_checkpoint_is_complete_with_the_gradients_that_lead_to_it_and_no_othe
     numbers = [one.number for slots in newest.slots() for held in slots[1:] for one in held]
     assert numbers == [7, 8]
     for bad in (7, 8):
-        lacking, *_ = checkpoints_of(without([dense, first, second], {(0, bad)}))
+        lacking, *_ = checkpoints_of(without_damaged([dense, first, second], {(0, bad)}))
         assert not lacking.is_complete
         copy = replace(second if bad == 8 else first, holder=1, number=3, held=(4,) if bad == 8 else (-1, 4))
-        found, *_ = checkpoints_of(without([dense, first, second, copy], {(0, bad)}))
+        found, *_ = checkpoints_of(without_damaged([dense, first, second, copy], {(0, bad)}))
         assert found.is_complete, "somebody else has a copy"
         gradients = [one for slots in found.slots() for held in slots for one in held if one.only == GRADIENTS]
         assert {one.number for one in gradients} == {15 - bad, 4}

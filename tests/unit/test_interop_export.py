@@ -17,7 +17,7 @@ from moe_ckpt.errors import ConfigError, CoverageError, DamagedError, NoCheckpoi
 from moe_ckpt.interop.dcp import entries
 from moe_ckpt.interop.export import TARGETS, export
 from moe_ckpt.interop.weights import FileSource
-from moe_ckpt.interop.whole import lightning_dict, of_lightning, whole
+from moe_ckpt.interop.whole import lightning_dict, open_lightning, open_whole
 from moe_ckpt.ports import StateTensor
 from moe_ckpt.reading.reader import open_step
 from moe_ckpt.storage import LocalStorage
@@ -114,7 +114,7 @@ def test_lightning_ckpt_loads_with_weights_only(run, tmp_path):
 
 
 def test_optimizer_states_have_torchs_ids(run):
-    [state] = lightning_dict(of_lightning(*open_step(run.root / STEP)))["optimizer_states"]
+    [state] = lightning_dict(open_lightning(*open_step(run.root / STEP)))["optimizer_states"]
     order = ["embed.weight", "scale", "blocks.0.moe.gate.weight", STACK]
     assert [group["params"] for group in state["param_groups"]] == [[0, 1], [2, 3]]
     assert state["param_groups"][1]["lr"] == 0.5
@@ -124,7 +124,7 @@ def test_optimizer_states_have_torchs_ids(run):
 
 
 def test_a_real_optimizer_takes_the_exported_state(run):
-    checkpoint = lightning_dict(of_lightning(*open_step(run.root / STEP)))
+    checkpoint = lightning_dict(open_lightning(*open_step(run.root / STEP)))
     names = ["embed.weight", "scale", "blocks.0.moe.gate.weight", STACK]
     parameters = [torch.nn.Parameter(checkpoint["state_dict"][name].clone()) for name in names]
     optimizer = torch.optim.AdamW([{"params": parameters[:2]}, {"params": parameters[2:]}], foreach=False)
@@ -153,7 +153,7 @@ def test_marks_metrics_and_extra_state_return_to_their_places(tmp_path):
 
     run._state = state
     reader, manifest = open_step(tmp_path / run.save(1))
-    checkpoint = lightning_dict(of_lightning(reader, manifest))
+    checkpoint = lightning_dict(open_lightning(reader, manifest))
     assert checkpoint["copy"] == "other"
     assert manifest.tokens["applied"]
     assert checkpoint["callbacks"] == {"ours": {"tokens": manifest.tokens, "index": 3}, "other": {"tokens": [1]}}
@@ -195,7 +195,7 @@ def test_bad_requests_are_named(run, tmp_path):
     with pytest.raises(ConfigError, match=r"s3://bucket/out.*local directories"):
         export(run.root / STEP, "dcp", "s3://bucket/out")
     with pytest.raises(CoverageError, match="rank 5"):
-        lightning_dict(of_lightning(*open_step(run.root / STEP), 5))
+        lightning_dict(open_lightning(*open_step(run.root / STEP), 5))
 
 
 def test_an_output_that_appears_meanwhile_is_not_overwritten(run, tmp_path):
@@ -214,7 +214,7 @@ def test_another_frameworks_checkpoint_has_no_loops(tmp_path):
     run = TinyRun(tmp_path)
     run._state = lambda step, rank: megatron_state(step, rank, {})
     with pytest.raises(NoCheckpointError, match="megatron"):
-        lightning_dict(of_lightning(*open_step(tmp_path / run.save(1))))
+        lightning_dict(open_lightning(*open_step(tmp_path / run.save(1))))
 
 
 def test_megatrons_buffers_come_from_all_ranks_and_its_optimizer_state_comes_along(tmp_path):
@@ -223,7 +223,7 @@ def test_megatrons_buffers_come_from_all_ranks_and_its_optimizer_state_comes_alo
     run._state = lambda step, rank: megatron_state(
         step, rank, {f"layers.{rank}.expert_bias": torch.full((2,), float(rank))}
     )
-    checkpoint = whole(*open_step(tmp_path / run.save(1)))
+    checkpoint = open_whole(*open_step(tmp_path / run.save(1)))
     assert {name: value.tolist() for name, value in checkpoint.extras.items()} == {
         "layers.0.expert_bias": [0.0, 0.0],
         "layers.1.expert_bias": [1.0, 1.0],

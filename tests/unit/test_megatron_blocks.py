@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_ckpt.megatron.blocks import Axis, AxisSegment, BlockPart, placed_blocks, straight
+from moe_ckpt.megatron.blocks import Axis, AxisSegment, BlockPart, placed_blocks, untransposed_axes
 
 
 def gathered(part: BlockPart, start: int, stop: int) -> torch.Tensor:
@@ -31,7 +31,7 @@ def only(expected: torch.Tensor, start: int, stop: int) -> torch.Tensor:
 
 @given(shape=st.lists(st.integers(1, 5), min_size=0, max_size=4), data=st.data())
 def test_any_flat_range_of_a_whole_parameter(shape, data):
-    part = BlockPart("w", tuple(shape), 0, straight(tuple(shape)))
+    part = BlockPart("w", tuple(shape), 0, untransposed_axes(tuple(shape)))
     start = data.draw(st.integers(0, part.stop))
     stop = data.draw(st.integers(start, part.stop))
     everything = torch.arange(part.stop).view(shape)
@@ -62,4 +62,4 @@ def test_a_block_of_columns_keeps_its_place():
 
 @pytest.mark.parametrize(("start", "stop"), [(5, 5), (0, 0), (12, 20)])
 def test_nothing_in_common(start, stop):
-    assert list(placed_blocks(BlockPart("w", (2, 3), 6, straight((2, 3))), start, stop)) == []
+    assert list(placed_blocks(BlockPart("w", (2, 3), 6, untransposed_axes((2, 3))), start, stop)) == []

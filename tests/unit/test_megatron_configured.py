@@ -8,14 +8,14 @@ import pytest
 
 from moe_ckpt.driver.host import loading_state
 from moe_ckpt.errors import StoreError
-from moe_ckpt.megatron.optimizers import as_plain, changes
+from moe_ckpt.megatron.optimizers import changes, plain_settings
 
 DENSE = {"wd_mult": 1.0, "is_expert_parallel": False}
 EXPERT = {"wd_mult": 1.0, "is_expert_parallel": True}
 
 
 def of(groups: list[dict[str, Any]], **scheduler: Any) -> dict[str, Any]:
-    return as_plain(groups, scheduler)
+    return plain_settings(groups, scheduler)
 
 
 def told(*states: dict[str, Any]) -> list[tuple[str, bool]]:

@@ -11,8 +11,8 @@ from moe_ckpt.megatron.blocks import BlockPart, placed_blocks
 from moe_ckpt.megatron.inventory import (
     _require_known_state,
     non_expert_group,
-    sharded,
-    unwrapped,
+    shape_and_axes,
+    unwrap_module,
 )
 
 
@@ -45,7 +45,7 @@ def test_ranks_blocks_put_together_are_the_whole(dim, gated):
     for rank in range(ranks):
         halves = whole.chunk(2, dim) if gated else [whole]
         mine = torch.cat([half.chunk(ranks, dim)[rank] for half in halves], dim).contiguous()
-        shape, axes = sharded(tuple(mine.shape), dim, rank, ranks, gated=gated)
+        shape, axes = shape_and_axes(tuple(mine.shape), dim, rank, ranks, gated=gated)
         assert shape == (8, 8)
         part = BlockPart("w", shape, 0, axes)
         for placed in placed_blocks(part, 0, part.stop):
@@ -58,7 +58,7 @@ def test_wrappers_are_looked_through():
     model = nn.Linear(1, 1)
     inner, outer = nn.Module(), nn.Module()
     inner.module, outer.module = model, inner
-    assert unwrapped(outer) is model
+    assert unwrap_module(outer) is model
 
 
 class Silent(nn.Module):

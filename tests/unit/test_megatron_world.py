@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from moe_ckpt.core.operators import expert_id, gate_id, non_expert_id
 from moe_ckpt.errors import ConfigError, CoverageError, UnsupportedError
-from moe_ckpt.megatron.world import HeldTensor, Holding, World, merge, natural
+from moe_ckpt.megatron.world import HeldTensor, Holding, World, merge, natural_sort_key
 
 SHAPE = (4, 2)
 WHOLE = ((0, 0), SHAPE)
@@ -81,7 +81,7 @@ def test_layers_count_by_number_and_not_by_letter():
     ("first", "second"), [("a.9.b", "a.10.b"), ("a.b", "a.b.c"), ("w2", "w10"), ("a.1.x", "a.1.y"), ("1", "a")]
 )
 def test_natural_order(first, second):
-    assert sorted([second, first], key=natural) == [first, second]
+    assert sorted([second, first], key=natural_sort_key) == [first, second]
 
 
 def test_what_goes_round_comes_back():

@@ -21,7 +21,7 @@ from moe_ckpt.core.tokens import Counts, FaultRecord, TokenBook
 from moe_ckpt.format.manifest import Manifest, ModelRecord, OperatorRecord
 from moe_ckpt.policies import Guarded, MoC, MoEtion
 from moe_ckpt.policies.selectors import SELECTORS
-from moe_ckpt.run.run_ledger import InFlight, RunLedger, places
+from moe_ckpt.run.run_ledger import InFlight, RunLedger, expert_indices
 from moe_ckpt.storage import LocalStorage
 from moe_ckpt.tiers import host_memory
 from tests.unit.builders import memory, with_facts
@@ -91,10 +91,10 @@ class Run:
         if due:
             self.stored_at = None if fails else self.now
             self.writing.append((self.now + delay, self.sequence, fails, self._saved(stored, index)))
-        return len(places(self.model, stored))
+        return len(expert_indices(self.model, stored))
 
     def _saved(self, operators, index) -> Saved:
-        tokens, at = self.ledger.tokens, tuple(places(self.model, operators).T)
+        tokens, at = self.ledger.tokens, tuple(expert_indices(self.model, operators).T)
         steps, seen = np.full_like(self.seen, -1), np.zeros_like(self.seen)
         steps[at], seen[at] = self.now, self.seen[at]
         lost = tokens.lost_since.copy()

@@ -15,7 +15,7 @@ from moe_ckpt.core.step import Facts, Step
 from moe_ckpt.core.tokens import TokenBook
 from moe_ckpt.errors import PeerLostError
 from moe_ckpt.format.manifest import Manifest, ModelRecord
-from moe_ckpt.localized.attempt import KeptState, LocalPart, Rejoining, with_tokens
+from moe_ckpt.localized.attempt import KeptState, LocalPart, Rejoining, with_recounted_tokens
 from moe_ckpt.localized.segments import LocalRecovery, Segment, local_recoveries
 from moe_ckpt.policies import Dense
 from moe_ckpt.reading.memory.memory_shares import Share, is_agreed
@@ -103,7 +103,7 @@ def test_all_ranks_go_on_with_what_those_counted_that_went_back(recounts):
 
 def test_a_model_without_experts_has_nothing_to_count():
     none = np.zeros((0, 0), dtype=np.int64)
-    found = with_tokens(joined(experts=False), none)
+    found = with_recounted_tokens(joined(experts=False), none)
     assert found.manifest.tokens["applied"] == []
     assert found.tokens_from_host.shape == (0, 0)
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from moe_ckpt.errors import DamagedError
-from moe_ckpt.format.shard import ShardHeader, SliceEntry, encode_header, in_a_row
+from moe_ckpt.format.shard import ShardHeader, SliceEntry, encode_header, lay_out_in_order
 from moe_ckpt.format.slot import SlotHeader, SlotPart
 from moe_ckpt.peers import store as replica_store
 from moe_ckpt.peers.store import Extents, HeaderReader
@@ -23,7 +23,7 @@ def header(
     rng = np.random.default_rng([step, seed])
     parts = []
     for kind, begin in (("expert", 5000), ("non_expert", 0)):
-        entries = in_a_row(
+        entries = lay_out_in_order(
             SliceEntry(f"model/{prefix}{at}", "dense", "U8", (0,), (size,), (size,), on_param_device=bool(at % 2))
             for at, size in enumerate(SIZES)
         )

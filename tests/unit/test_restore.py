@@ -17,10 +17,10 @@ from moe_ckpt.format.shard import TORCH_DTYPES
 from moe_ckpt.ports import TensorMeta
 from moe_ckpt.reading import restore as restoring
 from moe_ckpt.reading import slices
+from moe_ckpt.reading.collective import STOPS, NotUsableError, raise_on_all_ranks
 from moe_ckpt.reading.reader import StoreReader
 from moe_ckpt.reading.restore import require_fitting
 from moe_ckpt.reading.slices import find_damage
-from moe_ckpt.reading.together import STOPS, NotUsableError, raise_on_all_ranks
 from moe_ckpt.recovery.executing import StorageSource
 from moe_ckpt.storage import LocalStorage
 from tests.support.acted_gpu import ActedGPU

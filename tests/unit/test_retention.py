@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.ledger import retention
-from moe_ckpt.ledger.retention import CheckpointRecord, RetentionPolicy, groups_to_delete, retained
+from moe_ckpt.ledger.retention import CheckpointRecord, RetentionPolicy, groups_to_delete, retained_directories
 
 
 def record(step, paths=None, generation=0, parent=None):
@@ -23,12 +23,12 @@ def without_spares():
 
 
 def steps(records, **policy):
-    kept = retained(records, RetentionPolicy(**policy))
+    kept = retained_directories(records, RetentionPolicy(**policy))
     return sorted(r.step for r in records if r.directory in kept)
 
 
 def test_nothing_to_keep():
-    assert retained([], RetentionPolicy()) == frozenset()
+    assert retained_directories([], RetentionPolicy()) == frozenset()
 
 
 def test_the_newest_few_stay_in_any_order_of_input():
@@ -49,7 +49,7 @@ def life(generation, of_steps, parent=None):
 
 def kept_of(records, **policy):
     with without_spares():
-        return retained(records, RetentionPolicy(**policy))
+        return retained_directories(records, RetentionPolicy(**policy))
 
 
 def test_what_a_run_came_back_to_is_kept_beside_what_it_passed_over():
@@ -62,8 +62,8 @@ def test_what_a_run_came_back_to_is_kept_beside_what_it_passed_over():
 def test_with_keep_last_1_what_the_run_came_back_to_is_the_spare():
     old, new = life(0, (1, 2, 3)), life(1, (3, 4, 5), parent=(0, 2))
     assert kept_of(old + new[:1], keep_last=1) == {"g1s3"}
-    assert retained(old + new[:1], RetentionPolicy(keep_last=1)) == {"g0s2", "g0s3", "g1s3"}
-    assert retained(old + new[:2], RetentionPolicy(keep_last=1)) == {"g1s3", "g1s4"}
+    assert retained_directories(old + new[:1], RetentionPolicy(keep_last=1)) == {"g0s2", "g0s3", "g1s3"}
+    assert retained_directories(old + new[:2], RetentionPolicy(keep_last=1)) == {"g1s3", "g1s4"}
 
 
 def test_the_line_goes_through_all_lives():
@@ -197,7 +197,7 @@ class Run:
         self.line = [*self.line, directory]
         self.lines[directory] = self.line
         self.views[directory] = dict(self.versions)
-        kept = retained(self.records.values(), self.policy)
+        kept = retained_directories(self.records.values(), self.policy)
         self.records = {d: r for d, r in self.records.items() if d in kept}
         groups = {
             directory: [path.partition("/")[2] for path in self.disk if path.startswith(f"{directory}/")]
@@ -276,7 +276,7 @@ def test_the_same_over_faults(run, data):
 def test_the_rules_hold_for_any_history(count, keep_last, every, spare):
     records = [record(s) for s in range(count)]
     policy = RetentionPolicy(keep_last, every)
-    kept = retained(records, policy) if spare else kept_of(records, **vars(policy))
+    kept = retained_directories(records, policy) if spare else kept_of(records, **vars(policy))
     assert records[-1].directory in kept
     wanted = {r.directory for r in records[-keep_last:] + [r for r in records if every and r.step % every == 0]}
     first = {s // every * every: s for s in reversed(range(len(records))) if every and s >= every}

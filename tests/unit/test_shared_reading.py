@@ -25,7 +25,7 @@ from moe_ckpt.reading.reading_shares import (
     route_of,
     routes_of,
 )
-from moe_ckpt.reading.shared_reading import divide
+from moe_ckpt.reading.shared_reading import divide_reading
 from tests.unit.engine_parts import ThreadRanks, run_threads
 
 
@@ -166,7 +166,7 @@ def divided(needed, slices=SLICES):
     def body(comm):
         mine = needed(comm.rank) if callable(needed) else needed
         listed = slices(comm.rank) if callable(slices) else slices
-        found = divide(comm, listed, mine if callable(mine) else lambda: mine)
+        found = divide_reading(comm, listed, mine if callable(mine) else lambda: mine)
         return None if found is None else [found.is_read_here(each) for each in listed]
 
     return run_threads(ThreadRanks(2), body)
@@ -202,7 +202,7 @@ def test_an_error_of_one_rank_is_raised_on_all():
                 raise DamagedError("step/shard", "checksum mismatch")
 
         try:
-            divide(comm, SLICES, lambda: SLICES).agreed("step", load)
+            divide_reading(comm, SLICES, lambda: SLICES).agreed("step", load)
         except StoreError as error:
             return type(error).__name__, str(error)
 

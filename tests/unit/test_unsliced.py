@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from moe_ckpt.errors import UnsupportedError
-from moe_ckpt.format.contents import UNSLICED, described, made, state_contents
+from moe_ckpt.format.contents import UNSLICED, describe_tensor, make_tensor, state_contents
 from moe_ckpt.format.shard import TORCH_DTYPES
 from moe_ckpt.format.tree import decode_tree, encode_tree
 from tests.support.store_builder import generators
@@ -16,18 +16,18 @@ from tests.support.store_builder import generators
 @pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 4, 2), (), (2,)])
 def test_what_is_told_makes_the_same_tensor(dtype, shape):
     tensor = torch.ones(shape).to(dtype)
-    value, tensors = encode_tree(described(tensor, "x"))
+    value, tensors = encode_tree(describe_tensor(tensor, "x"))
     assert len(tensors) == bool(tensor.numel())
     entry = decode_tree(value, tensors.__getitem__)
     assert UNSLICED(entry) == ""
-    found = made(entry)
+    found = make_tensor(entry)
     assert (found.dtype, found.shape) == (tensor.dtype, tensor.shape)
     assert torch.equal(found.float(), tensor.float()) if not dtype.is_complex else torch.equal(found, tensor)
 
 
 def test_a_type_that_cannot_be_stored_is_named():
     with pytest.raises(UnsupportedError, match=r"parameter 'w': tensors of torch\.complex128"):
-        described(torch.empty(0, dtype=torch.complex128), "parameter 'w'")
+        describe_tensor(torch.empty(0, dtype=torch.complex128), "parameter 'w'")
 
 
 @pytest.mark.parametrize(

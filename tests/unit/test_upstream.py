@@ -26,7 +26,7 @@ from moe_ckpt.localized.recording import UpstreamLog
 from moe_ckpt.localized.segments import LocalRecovery
 from moe_ckpt.memory.directory import MESSAGES_SUFFIX, SEALED_SUFFIX, is_log, log_path
 from moe_ckpt.policies import Dense
-from moe_ckpt.reading.together import NotUsableError
+from moe_ckpt.reading.collective import NotUsableError
 from tests.support.acted_gpu import ActedGPU
 from tests.support.processes import run_ranks
 

@@ -25,20 +25,20 @@ from moe_ckpt.comm.communicator import make_communicator
 from moe_ckpt.driver.host import loading_state
 from moe_ckpt.errors import ConfigError, NoCheckpointError
 from moe_ckpt.format.manifest import STORE_NAME, Manifest, parse_step_dir, state_path
-from moe_ckpt.interop.whole import WholeCheckpoint, lightning_dict, module_checkpoint, of_lightning
+from moe_ckpt.interop.whole import WholeCheckpoint, lightning_dict, module_checkpoint, open_lightning
 from moe_ckpt.modeling.optimizer_state import require_same_class
 from moe_ckpt.modeling.training_state import TorchTrainingState
 from moe_ckpt.ports import Communicator
-from moe_ckpt.reading.reader import StoreReader, choose_dense, locate, open_step, require_dense, split_step
-from moe_ckpt.reading.step_storage import listed_again
-from moe_ckpt.reading.together import (
+from moe_ckpt.reading.collective import (
     DAMAGED,
     NotUsableError,
-    by_rank_zero,
+    on_all_ranks,
+    on_rank_zero,
     raise_on_all_ranks,
     require_committed,
-    together,
 )
+from moe_ckpt.reading.reader import StoreReader, choose_dense, locate, open_step, require_dense, split_step
+from moe_ckpt.reading.step_storage import listed_again
 from moe_ckpt.recovery.executing import rank_of_state
 from moe_ckpt.recovery.resume import Opens, load_step, whole_tensors
 from moe_ckpt.storage import open_storage
@@ -87,7 +87,7 @@ def load_named(path: str | os.PathLike[str], load: Callable[[StoreReader, Manife
     """
     if split_step(path)[1] is not None:
         return load(*open_step(path))
-    return load_named_together(path, lambda comm, opens: together(comm, lambda: load(*opens())), fitting=False)
+    return load_named_together(path, lambda comm, opens: on_all_ranks(comm, lambda: load(*opens())), fitting=False)
 
 
 def load_named_together(
@@ -111,7 +111,7 @@ def load_named_together(
     reader = StoreReader(storage)
 
     def newest() -> Loaded:
-        directories = by_rank_zero(comm, lambda: _dense(reader, fitting), f"choose a checkpoint of {text}")
+        directories = on_rank_zero(comm, lambda: _dense(reader, fitting), f"choose a checkpoint of {text}")
         return _load_first(text, reader, directories, load, comm)
 
     try:
@@ -268,9 +268,9 @@ def _load(comm: Communicator, opens: Opens) -> dict[str, Any]:
 
     def opened() -> WholeCheckpoint:
         reader, manifest = opens()
-        return of_lightning(reader, manifest, rank_of_state(manifest, comm.rank))
+        return open_lightning(reader, manifest, rank_of_state(manifest, comm.rank))
 
-    whole = together(comm, opened)
+    whole = on_all_ranks(comm, opened)
     checkpoint = lightning_dict(replace(whole, loaded=whole_tensors(comm, whole.reader, whole.manifest)))
     stored = zip(checkpoint["optimizer_states"], whole.state["plain"]["optimizers"], strict=True)
     checkpoint["optimizer_states"] = [

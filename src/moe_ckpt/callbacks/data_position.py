@@ -33,11 +33,11 @@ from torch.utils.data import BatchSampler
 from moe_ckpt.callbacks.compat import NAMES, DataLoaderIterDataFetcher, PrefetchDataFetcher, Private, Stateful
 from moe_ckpt.callbacks.loop_position import count_batches, set_batch_count
 from moe_ckpt.data import RecoverableDistributedSampler
-from moe_ckpt.driver.changes import Change, batches_of, differing, warn_of_changes
+from moe_ckpt.driver.changes import Change, batches_of, changes_between, warn_of_changes
 from moe_ckpt.driver.host import loading_state
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.modeling.rng import capture_rng, restore_rng
-from moe_ckpt.recovery.replay import same_plain
+from moe_ckpt.recovery.replay import are_plain_states_equal
 from moe_ckpt.stopwatch import Stopwatch
 
 log = logging.getLogger("moe_ckpt")
@@ -113,7 +113,7 @@ class LoaderWatch:
             end()
             with stopwatch:
                 if self._ahead:
-                    self._drew = not same_plain(self._rng, _rng())
+                    self._drew = not are_plain_states_equal(self._rng, _rng())
 
         loop.setup_data, Private(loop).load_combined_loader_states = setup_data, loaded
 
@@ -389,7 +389,7 @@ def _compare(
     for number, (old, new, dealer) in enumerate(zip(before, now, dealers, strict=False)):
         if dealer is None:
             name = f"data loader {number} " if len(now) > 1 else "data loader "
-            differences += differing(name, old, new, from_checkpoint=False)
+            differences += changes_between(name, old, new, from_checkpoint=False)
     warn_of_changes(differences, rank=0)
 
 

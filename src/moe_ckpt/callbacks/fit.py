@@ -25,7 +25,7 @@ from moe_ckpt.callbacks.step_log import StepLog
 from moe_ckpt.callbacks.support import (
     boost_refusal,
     buckets_of,
-    inexact,
+    reasons_for_inexact_resume,
     require_restartable,
     warn_of_partial_means,
     warn_of_timers,
@@ -180,7 +180,7 @@ class Fit(pl.Callback):
         self._watch.begin(host.step)
         if host.windows is not None:
             host.windows.check(driver.replaying, self.buckets)
-        reasons = inexact(host.trainer, self.buckets) if host.trainer.is_global_zero else ()
+        reasons = reasons_for_inexact_resume(host.trainer, self.buckets) if host.trainer.is_global_zero else ()
         for reason in reasons:
             log.warning("a resume in the middle of an epoch will not be exact: %s", reason)
         if host.step > 0:

@@ -33,11 +33,11 @@ from moe_ckpt.callbacks.loop_position import count_steps
 from moe_ckpt.driver.changes import (
     Change,
     Groups,
-    differing,
+    are_equal,
+    changes_between,
     groups_of,
     optimizer_changes,
     plain_values,
-    same,
     schedules_of,
     trainable_changes,
 )
@@ -89,7 +89,7 @@ class LightningHost(TorchHost):
         self.settled, self.ended = True, False
         self._options = options
         frozen = hashlib.sha256("\n".join(sorted(self.state.frozen())).encode()).hexdigest()[:16]
-        self._configured = configured(trainer) | {"frozen": frozen}
+        self._configured = configured_hyperparameters(trainer) | {"frozen": frozen}
         self._retained_state: tuple[int, _Plain] | None = None
 
     @property
@@ -202,7 +202,7 @@ _REPEATED: tuple[Repeated, ...] = (
 )
 
 
-def configured(trainer: Any) -> dict[str, Any]:
+def configured_hyperparameters(trainer: Any) -> dict[str, Any]:
     """Returns the script's hyperparameters of optimizers and schedulers, as plain data.
 
     Called before those of a checkpoint replace them, to be compared with the result at the beginning of the run.
@@ -233,7 +233,7 @@ def changes(trainer: Any, stored: Mapping[str, Any], now: Mapping[str, Any]) -> 
     Args:
         trainer: Of this script, with optimizers as they are in the checkpoint.
         stored: Plain state of the checkpoint.
-        now: Result of ``configured``.
+        now: Result of ``configured_hyperparameters``.
     """
     differences: list[Change] = []
     checkpoint, before = stored["checkpoint"], stored["configured"]
@@ -241,7 +241,9 @@ def changes(trainer: Any, stored: Mapping[str, Any], now: Mapping[str, Any]) -> 
         ("module", "datamodule"), (trainer.lightning_module, trainer.datamodule), HYPER_PARAMETERS, strict=True
     ):
         if owner is not None and key in checkpoint:
-            differences += differing(f"{name}.", checkpoint[key], plain_hparams(owner, key), from_checkpoint=False)
+            differences += changes_between(
+                f"{name}.", checkpoint[key], plain_hparams(owner, key), from_checkpoint=False
+            )
     optimizers = before["optimizers"]
     if not before["schedulers"]:  # else the present values are the schedulers'
         facts = zip(optimizers, now["optimizers"], groups_of(trainer.optimizers), strict=False)
@@ -249,8 +251,10 @@ def changes(trainer: Any, stored: Mapping[str, Any], now: Mapping[str, Any]) -> 
     differences += optimizer_changes(optimizers, now["optimizers"])
     for old, new in zip(before["schedulers"], now["schedulers"], strict=False):
         old, new = ({key: value for key, value in settings.items() if key != "base_lrs"} for settings in (old, new))
-        differences += differing("scheduler ", old, new, from_checkpoint=True, decides=False)
-    differences += differing("trainer ", before["training"], now["training"], from_checkpoint=False, decides=False)
+        differences += changes_between("scheduler ", old, new, from_checkpoint=True, decides=False)
+    differences += changes_between(
+        "trainer ", before["training"], now["training"], from_checkpoint=False, decides=False
+    )
     return differences
 
 
@@ -258,7 +262,7 @@ def _in_force(before: Groups, now: Groups, groups: Groups) -> Groups:
     """Returns ``before``; values that differ from the script's are replaced by those that training had set since."""
     in_force: list[Mapping[str, Any]] = []
     for old, new, group in zip(before, now, groups, strict=False):
-        set_since = {key: group[key] for key in old if key in group and not same(old[key], new.get(key))}
+        set_since = {key: group[key] for key in old if key in group and not are_equal(old[key], new.get(key))}
         in_force.append({**old, **set_since})
     return in_force
 
@@ -295,7 +299,7 @@ def _other_policy(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[st
         return (f"policy {before.get('name')} -> {now['name']}",)
     both = before.keys() & now.keys()
     old, new = ({key: values[key] for key in sorted(both)} for values in (before, now))
-    return tuple(str(change) for change in differing(f"policy {now['name']} ", old, new, from_checkpoint=False))
+    return tuple(str(change) for change in changes_between(f"policy {now['name']} ", old, new, from_checkpoint=False))
 
 
 def _has_work_left(trainer: Any, finished: Finished, *, extend: bool) -> bool:

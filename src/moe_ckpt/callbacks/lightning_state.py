@@ -20,7 +20,7 @@ from torch.amp import GradScaler
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from moe_ckpt.callbacks.compat import NAMES, Private
-from moe_ckpt.callbacks.loop_position import interrupted
+from moe_ckpt.callbacks.loop_position import interrupted_progress
 from moe_ckpt.driver.host import loading_state, require_framework
 from moe_ckpt.errors import UnencodableStateError
 from moe_ckpt.format.schema import Schema, like, require
@@ -142,7 +142,7 @@ def _loop_state(trainer: Any) -> dict[str, Any]:
     if due:
         done = state[validated]["total"]["completed"]
         state[validated] = state[validated] | {
-            "total": interrupted(done),
+            "total": interrupted_progress(done),
             "current": dict.fromkeys(state[validated]["current"], 0),
             "is_last_batch": False,
         }

@@ -91,9 +91,9 @@ def set_batch_count(trainer: Any, whole: float, rest: float) -> int:
         loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
     due = Private(loop).should_check_val_fx(Private(trainer.fit_loop).data_fetcher)
     if over and not ended and due:
-        _set_total(loop.val_loop, interrupted)
+        _set_total(loop.val_loop, interrupted_progress)
     elif not (broken_off and due):
-        _set_total(loop.val_loop, lambda done: dict.fromkeys(interrupted(done), done))
+        _set_total(loop.val_loop, lambda done: dict.fromkeys(interrupted_progress(done), done))
     loop.update_restart_stage()
     # The step counter of loggers, which is one behind in checkpoints, save for that of an epoch's last batch.
     counts = (due or not loop.restarted_on_last) and not Private(loop).should_accumulate()
@@ -101,7 +101,7 @@ def set_batch_count(trainer: Any, whole: float, rest: float) -> int:
     return done
 
 
-def interrupted(done: int) -> dict[str, int]:
+def interrupted_progress(done: int) -> dict[str, int]:
     """Returns the total progress of a validation loop, after ``done`` batches, that runs again from its first batch."""
     return {"ready": done + 1, "started": done + 1, "processed": done, "completed": done}
 

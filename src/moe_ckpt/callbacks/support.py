@@ -18,7 +18,7 @@ from lightning.pytorch.strategies import (
 
 from moe_ckpt.callbacks.compat import NAMES, Private
 from moe_ckpt.callbacks.data_position import dealer_of, why_unknown
-from moe_ckpt.data import draws_anew, samplers_of
+from moe_ckpt.data import draws_new_order, samplers_of
 from moe_ckpt.errors import ConfigError, UnsupportedError
 from moe_ckpt.modeling.bucket_order import BucketOrder
 
@@ -102,7 +102,7 @@ def boost_refusal(strategy: Any) -> str | None:
     return None
 
 
-def inexact(trainer: Any, buckets: BucketOrder) -> list[str]:
+def reasons_for_inexact_resume(trainer: Any, buckets: BucketOrder) -> list[str]:
     """Returns the reasons why a resume in the middle of an epoch would not be exact; [] if it would be.
 
     Called once per fit, when the loaders exist, to warn before a failure.
@@ -135,7 +135,7 @@ def inexact(trainer: Any, buckets: BucketOrder) -> list[str]:
                 f"the sampler that Lightning put into {name} draws a new order after a resume (give the loader "
                 "sampler=moe_ckpt.data.RecoverableDistributedSampler(dataset), which Lightning leaves alone)"
             )
-        elif any(draws := [sampler for sampler in samplers_of(loader) if draws_anew(sampler)]):
+        elif any(draws := [sampler for sampler in samplers_of(loader) if draws_new_order(sampler)]):
             reasons.append(
                 f"the {type(draws[0]).__name__} in {name} draws a new order after a resume (give the loader "
                 "shuffle=True in its place, or sampler=moe_ckpt.data.RecoverableDistributedSampler(dataset))"

@@ -31,7 +31,7 @@ from moe_ckpt.format.manifest import (
 from moe_ckpt.ledger import freshness
 from moe_ckpt.ledger.ledger import Ledger, Versions
 from moe_ckpt.run.context import RunContext
-from moe_ckpt.run.run_ledger import places
+from moe_ckpt.run.run_ledger import expert_indices
 from moe_ckpt.slices.snapshot import Acknowledgement, Snapshot, names_in, write_named
 
 NOT_COVERED = "the ranks' shares do not cover it exactly"
@@ -70,7 +70,7 @@ class View:
 
     @classmethod
     def of(cls, manifest: Manifest, catalog: Catalog) -> View:
-        """Returns the view of a committed checkpoint (see ``format.manifest.composed``)."""
+        """Returns the view of a committed checkpoint (see ``format.manifest.compose_manifest``)."""
         names = needed_of(manifest)
         numbers = {part.directory: number for number, part in enumerate(reversed(manifest.parts), start=1)}
         versions = Versions(catalog)
@@ -161,7 +161,7 @@ class Committer:
         """
         if acknowledged.errors:
             raise SaveFailedError(snapshot.step, acknowledged.causes)
-        if freshness.of_all(acknowledged.freshness) == freshness.STALE:
+        if freshness.combined_freshness(acknowledged.freshness) == freshness.STALE:
             raise SaveFailedError(snapshot.step, (freshness.CAUSE,))
         if len(acknowledged.freshness) != self._run.comm.world_size or acknowledged.cover:
             raise SaveFailedError(snapshot.step, (NOT_COVERED,))
@@ -255,7 +255,7 @@ class Committer:
         book.applied, book.faults = snapshot.applied.result(), list(snapshot.facts.faults)
         book.saved = {Tier.STORAGE: self._tokens.saved[Tier.STORAGE].copy()}
         operators = snapshot.contents.brings(Tier.STORAGE, self._catalog.everything)
-        book.mark_saved(Tier.STORAGE, places(self._catalog, operators), book.applied)
+        book.mark_saved(Tier.STORAGE, expert_indices(self._catalog, operators), book.applied)
         return book
 
     def _manifest(self, snapshot: Snapshot, view: View, tokens: TokenBook, before: Sequence[WrittenPart]) -> Manifest:

@@ -43,8 +43,8 @@ from moe_ckpt.format.manifest import (
     parse_step_dir,
 )
 from moe_ckpt.format.run_records import Identity
-from moe_ckpt.ledger.retention import CheckpointRecord, RetentionPolicy, groups_to_delete, retained
-from moe_ckpt.run.documents import each_step, read_manifest, read_sealed
+from moe_ckpt.ledger.retention import CheckpointRecord, RetentionPolicy, groups_to_delete, retained_directories
+from moe_ckpt.run.documents import map_steps, read_manifest, read_sealed
 from moe_ckpt.slices.snapshot import write_named
 from moe_ckpt.storage.base import Storage
 from moe_ckpt.storage.listings import Listings
@@ -101,7 +101,7 @@ class StoreContents:
                 return frozenset()
             return frozenset(self.storage.list(directory))
 
-        self.names = each_step(self.storage, look)
+        self.names = map_steps(self.storage, look)
         parts: dict[PartRecord, Part] = {}
         records: dict[str, CheckpointRecord] = {}
         for directory, names in self.names.items():
@@ -145,7 +145,7 @@ class StoreContents:
         newest = max((record.order for record in self.records.values()), default=(-1, -1))
         unjudged = {directory for directory in self.names if age_of(directory) <= newest_damaged}
         begun = {directory for directory in self.names if age_of(directory) > newest}
-        stay = retained(tuple(self.records.values()), retention)
+        stay = retained_directories(tuple(self.records.values()), retention)
         stay |= {directory for directory in self.records.keys() - stay if self._is_kept(directory)}
         remaining = [record for directory, record in self.records.items() if directory in stay]
         deleted = self._remove(remaining, unjudged | (begun - set(abandoned)), others)
@@ -193,7 +193,7 @@ class StoreContents:
         Returns:
             What ``collect`` returns.
         """
-        files = {directory: grouped(names) for directory, names in self.names.items()}
+        files = {directory: files_by_group(names) for directory, names in self.names.items()}
         going = groups_to_delete(files, retained_records, untouchable)
         records = [f"{directory}/{MANIFEST_NAME}" for directory, groups in going.items() if MANIFEST_NAME in groups]
         without_others = cache(lambda names: names - others)  # often the same names in all directories
@@ -216,7 +216,7 @@ class StoreContents:
             if theirs:
                 delegated[directory] = (len(groups) == len(names), theirs)
         for directory in [directory for directory in self.names if directory not in untouchable]:
-            stay = grouped(self.names[directory])
+            stay = files_by_group(self.names[directory])
             if sum(map(len, stay.values())) < len(self.names[directory] - {KEEP_NAME}):
                 self.storage.clean_temporaries(directory)
                 self.listed.pop(directory, None)
@@ -227,7 +227,7 @@ class StoreContents:
 
 
 @lru_cache(maxsize=_REMEMBERED)
-def grouped(names: frozenset[str]) -> Names:
+def files_by_group(names: frozenset[str]) -> Names:
     """Returns the files of this format among the ``names`` in a step directory, by group."""
     by_group: dict[str, set[str]] = {}
     for name in names:

@@ -206,7 +206,7 @@ class SnapshotThread:
                 log.warning("the store could not be released: %s", error)
 
 
-def announced(fate: Fate, comm: Communicator) -> Fate:
+def announce_fate(fate: Fate, comm: Communicator) -> Fate:
     """Returns rank 0's fate of a snapshot, on every rank."""
     message = json.dumps([fate.cause, fate.lost, fate.superseded]).encode()
     return Fate(*json.loads(comm.announce(message)))
@@ -434,9 +434,9 @@ class SnapshotResolver:
         fate = Fate()
         if columns is not None and self._committer is not None:
             fate = self._commit(self._committer, snapshot, Acknowledgement(*columns))
-        fate = announced(fate, self._comm)
+        fate = announce_fate(fate, self._comm)
         if fate.cause == NOT_COVERED:
-            fate = announced(self._explain(snapshot), self._comm)
+            fate = announce_fate(self._explain(snapshot), self._comm)
         failed = self._failures.note(window, committed=fate.committed)
         if fate.superseded and self._comm.rank:
             self._delete_own(fate.superseded, snapshot.step)

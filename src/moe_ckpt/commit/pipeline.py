@@ -33,7 +33,7 @@ from moe_ckpt.slices.compiling import CompiledPart, PlanCompiler
 from moe_ckpt.slices.copying import Copier, Copy
 from moe_ckpt.slices.snapshot import Encode, Snapshot, copy_at_once, parts_in
 from moe_ckpt.threads import ThreadName
-from moe_ckpt.tiers.host_memory import leave
+from moe_ckpt.tiers.host_memory import keep_for_next_session
 from moe_ckpt.tiers.memory_tier import MemoryTier
 
 log = logging.getLogger("moe_ckpt")
@@ -290,7 +290,7 @@ class Pipeline:
                 self._checker.close()
             finally:
                 self._copier.close()
-                leave(self.tier, self._root, keep=keep)
+                keep_for_next_session(self.tier, self._root, keep=keep)
         return ended
 
 

@@ -108,7 +108,7 @@ def _secs(value: object) -> float | None:
 Kind = TypeVar("Kind")
 
 
-def nearest(name: str, names: Sequence[str]) -> str:
+def suggest_name(name: str, names: Sequence[str]) -> str:
     """Returns the end of an error message: the known name nearest to ``name``, or all known names."""
     close = difflib.get_close_matches(name, names, 1)
     return f"did you mean {close[0]}?" if close else f"there are: {', '.join(sorted(names))}"
@@ -129,7 +129,7 @@ def named_arguments(kind: type[Kind]) -> type[Kind]:
     def checked(self: Any, *args: Any, **values: Any) -> None:
         for name in values:
             if name not in names:
-                raise ConfigError(f"{kind.__name__}({name}=...): no such option; {nearest(name, names)}")
+                raise ConfigError(f"{kind.__name__}({name}=...): no such option; {suggest_name(name, names)}")
         if len(args) > len(names):
             raise ConfigError(f"{kind.__name__} was given {len(args)} options; there are: {', '.join(names)}")
         positional = names[: len(args)]

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from torch.utils.data import DataLoader
 
-from moe_ckpt.data import RecoverableDistributedSampler, draws_anew, samplers_of
+from moe_ckpt.data import RecoverableDistributedSampler, draws_new_order, samplers_of
 from moe_ckpt.driver.changes import Change
 from moe_ckpt.driver.host import End, Host, SealingSurvivors, Stateful, require_framework
 from moe_ckpt.driver.run import CLOSE_SECS, Driver
@@ -113,7 +113,7 @@ class LoopHost(Host):
                     "position is what was trained on, and not what a loader has fetched. Give the sampler itself in "
                     "its place, use an ordinary DataLoader, and call the sampler's advance after each batch"
                 )
-            drawing = next(filter(draws_anew, samplers_of(getattr(target, "loader", target))), None)
+            drawing = next(filter(draws_new_order, samplers_of(getattr(target, "loader", target))), None)
             if drawing is not None and hasattr(target, "state_dict"):
                 raise ConfigError(
                     f"{self.attach}: the {type(drawing).__name__} in {name} ({type(target).__name__}) draws a new "

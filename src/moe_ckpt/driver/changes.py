@@ -90,13 +90,13 @@ def _is_plain(value: Any) -> bool:
     return value is None or isinstance(value, (bool, int, float, str))
 
 
-def differing(
+def changes_between(
     name: str, before: Mapping[str, Any], now: Mapping[str, Any], *, from_checkpoint: bool, decides: bool = True
 ) -> Iterator[Change]:
     """Yields a change for each value that differs, or that one of the two lacks; in the order of ``now``."""
     old, new = dict(_flat(before)), dict(_flat(now))
     for key in (*new, *(key for key in old if key not in new)):
-        if not same(old.get(key, _ABSENT), new.get(key, _ABSENT)):
+        if not are_equal(old.get(key, _ABSENT), new.get(key, _ABSENT)):
             was, now_is = (_text(values[key]) if key in values else _ABSENT for values in (old, new))
             yield Change(f"{name}{key}", was, now_is, from_checkpoint, decides)
 
@@ -123,7 +123,7 @@ def optimizer_changes(before: Sequence[Groups], now: Sequence[Groups]) -> Iterat
     for number, (old, new) in enumerate(zip(before, now, strict=False)):
         name = f"optimizer {number} " if len(now) > 1 else "optimizer "
         pairs = zip(old, new, strict=False)
-        changes = (change for pair in pairs for change in differing(name, *pair, from_checkpoint=True))
+        changes = (change for pair in pairs for change in changes_between(name, *pair, from_checkpoint=True))
         yield from dict.fromkeys(replace(change, where=change.where.replace("initial_lr", "lr")) for change in changes)
 
 
@@ -156,7 +156,7 @@ def batches_of(target: Any) -> dict[str, int | None]:
     return {"batch_size": loader.batch_size, **sized}
 
 
-def same(one: Any, other: Any) -> bool:
+def are_equal(one: Any, other: Any) -> bool:
     """Returns whether values are equal, of whatever type: an enum's member is like its text, a number of numpy's like
     one of Python's."""
     return _comparable(one) == _comparable(other)

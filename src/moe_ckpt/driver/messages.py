@@ -19,7 +19,7 @@ from moe_ckpt.ports import StateTensor, TensorSpec
 from moe_ckpt.reading.memory.memory_shares import LeftBehind
 from moe_ckpt.run.options import Options
 from moe_ckpt.slices.assignment import is_weight
-from moe_ckpt.slices.local_state import roughly
+from moe_ckpt.slices.local_state import estimate_checkpoint_bytes
 
 log = logging.getLogger("moe_ckpt")
 
@@ -72,7 +72,7 @@ class Messages:
             "%s: %s, %s parameters on %s. Checkpoints go to %s, about %s where all is saved (with Adam); memory that "
             "outlives the process: %s",
             *(_as_written(options.policy), layers, f"{parameters:,}", where, self._dirpath),
-            *(human_bytes(roughly(specs)), "off" if options.memory is None else "on"),
+            *(human_bytes(estimate_checkpoint_bytes(specs)), "off" if options.memory is None else "on"),
             warns=not counts,
         )
 

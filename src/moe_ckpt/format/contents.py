@@ -61,7 +61,7 @@ _generator_state = value(
 # type and shape, and the value of those with elements.
 
 
-def described(tensor: torch.Tensor, of: str, *, on_param_device: bool = True) -> dict[str, Any]:
+def describe_tensor(tensor: torch.Tensor, of: str, *, on_param_device: bool = True) -> dict[str, Any]:
     """Returns the description of a tensor in plain state; a value in it is the live tensor.
 
     Args:
@@ -78,8 +78,8 @@ def described(tensor: torch.Tensor, of: str, *, on_param_device: bool = True) ->
     return description if on_param_device else description | {"cpu": True}
 
 
-def made(entry: Mapping[str, Any]) -> torch.Tensor:
-    """Returns the tensor of a description of ``described``, on the CPU."""
+def make_tensor(entry: Mapping[str, Any]) -> torch.Tensor:
+    """Returns the tensor of a description of ``describe_tensor``, on the CPU."""
     if "value" in entry:
         values: torch.Tensor = entry["value"]
         return values

@@ -1,9 +1,9 @@
 """The two documents of a committed step: its manifest, and the part that it wrote.
 
 A manifest names the parts that together have every operator, newest first. A part lists the files that the ranks wrote
-at one step, and the operators in them. Together (``composed``) they are a complete view: every operator with its newest
-version, which may be in the directory of an older step. The manifest has its own checksum and that of each part, a part
-has those of its shards' headers, and a shard's header has those of its slices.
+at one step, and the operators in them. ``compose_manifest`` makes a complete view of them: every operator with its
+newest version, which may be in the directory of an older step. The manifest has its own checksum and that of each part,
+a part has those of its shards' headers, and a shard's header has those of its slices.
 
 A part is written once, by rank 0, just before the step's manifest. Later manifests name it as long as they need one of
 its operators. An operator is in the newest part that lists it, and there in the shards of its kind. Ranks send the rows
@@ -211,8 +211,8 @@ class PartRecord:
 class Manifest:
     """Everything about one committed step except the tensors.
 
-    The result of ``decode`` has no files, operators and states: ``composed`` adds those of its parts. ``encode`` leaves
-    them out. A manifest of memory slots has all of them, and no parts.
+    The result of ``decode`` has no files, operators and states; ``compose_manifest`` adds those of its parts.
+    ``encode`` omits them. A manifest of memory slots has all of them, and no parts.
 
     Attributes:
         parent: Directory of the checkpoint from which this life of the run resumed; None if there was none.
@@ -272,7 +272,7 @@ class Manifest:
     def _slot(self, step: int, states: tuple[StateRecord, ...]) -> Manifest:
         operators = {op: record for op, record in self.operators.items() if record.step == step}
         view = replace(self, step=step, states=states, operators=operators, window=())
-        return pruned(view, self.files, {view.directory})
+        return prune_manifest(view, self.files, {view.directory})
 
     @property
     def distinct_records(self) -> Collection[OperatorRecord]:
@@ -390,7 +390,7 @@ def encode_part(
     return PartRecord(step_dir(step, generation), len(raw), digest(raw)), raw
 
 
-def composed(manifest: Manifest, parts: Sequence[Part]) -> Manifest:
+def compose_manifest(manifest: Manifest, parts: Sequence[Part]) -> Manifest:
     """Returns a manifest with the files, operators and states of its ``parts``, given in their order.
 
     Raises:
@@ -413,7 +413,7 @@ def composed(manifest: Manifest, parts: Sequence[Part]) -> Manifest:
         states=parts[0].states,
         window=tuple(SlotRecord(slot.step, slots[slot.step]) for slot in manifest.window),
     )
-    return pruned(whole_view, files, written)
+    return prune_manifest(whole_view, files, written)
 
 
 def _require_fitting(manifest: Manifest, part: Part, named: PartRecord) -> None:
@@ -431,7 +431,7 @@ def _require_fitting(manifest: Manifest, part: Part, named: PartRecord) -> None:
         raise DamagedError(named.path, fault, step=part.step)
 
 
-def pruned(view: Manifest, files: Sequence[FileRecord], directories: Collection[str]) -> Manifest:
+def prune_manifest(view: Manifest, files: Sequence[FileRecord], directories: Collection[str]) -> Manifest:
     """Returns the view with those of ``files`` that hold an operator's newest version, or lie in a directory of
     ``directories``."""
     needed = {file for record in view.distinct_records for file in record.files}

@@ -127,7 +127,7 @@ class SlotPart:
         return header
 
 
-def encoded(contents: Contents, facts: Facts, full: Fragment | None = None) -> dict[str, Any]:
+def encode_facts(contents: Contents, facts: Facts, full: Fragment | None = None) -> dict[str, Any]:
     """Returns the fields of a document for a snapshot.
 
     Args:
@@ -157,8 +157,8 @@ def encoded(contents: Contents, facts: Facts, full: Fragment | None = None) -> d
     }
 
 
-def decoded(body: Mapping[str, Any]) -> tuple[Contents, Facts]:
-    """Returns the arguments of ``encoded``, from a document that fits the schema. Groups have no operators."""
+def decode_facts(body: Mapping[str, Any]) -> tuple[Contents, Facts]:
+    """Returns the arguments of ``encode_facts``, from a document that fits the schema. Groups have no operators."""
     contents, facts = body["contents"], body["facts"]
     window, groups = contents["window"], tuple(map(tuple, contents["groups"]))
     lost, counted = (
@@ -246,7 +246,7 @@ def encode_slot(header: SlotHeader, full: Fragment | None = None) -> bytes:
 
     Args:
         header: Of the slot.
-        full: See ``encoded``.
+        full: See ``encode_facts``.
     """
     parts = [{"kind": part.kind, "begin": part.begin, **_piece(part.raw)} for part in header.parts]
     body = {
@@ -256,7 +256,7 @@ def encode_slot(header: SlotHeader, full: Fragment | None = None) -> bytes:
         "step": header.identity.step,
         "generation": header.identity.generation,
         **{name: getattr(header, name) for name in _AS_THEY_ARE},
-        **encoded(header.contents, header.facts, full),
+        **encode_facts(header.contents, header.facts, full),
         "state": _piece(header.state),
         "parts": parts,
         "gradient_slots": list(header.gradient_slots),
@@ -293,7 +293,7 @@ def decode_slot(raw: bytes, path: str) -> SlotHeader:
     if end != len(raw):
         raise DamagedError(path, f"{_NOT_OURS}{len(raw) - end:,} bytes follow it")
     state, *headers = pieces
-    contents, facts = decoded(body)
+    contents, facts = decode_facts(body)
     run, life, generation, step, number = (body[n] for n in ("run_id", "life", "generation", "step", "sequence"))
     return SlotHeader(
         Step(run, life, generation, step, number, parting=body["sealer"] is not None),

@@ -29,7 +29,7 @@ from moe_ckpt.gradient_log.units import Unit, whole_unit
 from moe_ckpt.ledger.coverage import Box
 from moe_ckpt.modeling.blocks import block_in, block_of
 from moe_ckpt.modeling.names import parameters_of
-from moe_ckpt.slices.copying import versions
+from moe_ckpt.slices.copying import write_counts
 from moe_ckpt.stopwatch import Stopwatch
 
 Describe = Callable[[int, int, torch.Tensor], Unit]
@@ -58,7 +58,7 @@ class ConsumedGradients:
     _versions: npt.NDArray[np.int64] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_versions", versions(self.gradients))
+        object.__setattr__(self, "_versions", write_counts(self.gradients))
 
     def changed(self) -> tuple[str, ...]:
         """Returns the names of units whose gradients were written to since they were consumed, as far as torch counts.
@@ -66,7 +66,7 @@ class ConsumedGradients:
         Their values are not those that the optimizer consumed, and must not be logged. Writes of foreign kernels, and
         those of a fused optimizer (see ``stay``), are not noticed.
         """
-        written = np.flatnonzero(versions(self.gradients) != self._versions).tolist()
+        written = np.flatnonzero(write_counts(self.gradients) != self._versions).tolist()
         return *self._changed_before, *(self.units[at].name for at in written)
 
     def apart_from_training(self, *, dropped: bool) -> ConsumedGradients:

@@ -43,10 +43,10 @@ from moe_ckpt.gradient_log.shares import Densifier
 from moe_ckpt.gradient_log.units import Device
 from moe_ckpt.notices import announce
 from moe_ckpt.ports import Communicator
+from moe_ckpt.reading.collective import on_all_ranks, on_rank_zero
 from moe_ckpt.reading.memory.memory_outside import MemoryOutside
 from moe_ckpt.reading.memory.slot_storage import OpenedMemory
 from moe_ckpt.reading.reader import StoreReader, check_checkpoint
-from moe_ckpt.reading.together import by_rank_zero, together
 from moe_ckpt.recovery.executing import plain_spans
 from moe_ckpt.slices.checksums import all_finite, judged_in
 from moe_ckpt.slices.snapshot import write_named
@@ -218,12 +218,12 @@ def densify_together(
     slots, manifest = opened.slots, opened.manifest
     mine = range(comm.rank, manifest.world_size, comm.world_size)
     everyone, logged = range(manifest.world_size), [snapshot.manifest for snapshot in opened.logged]
-    slots.fetch(together(comm, lambda: list(plain_spans(opened.reader, logged[-1:], everyone))))
-    maker = together(comm, lambda: _usable(manifest, lambda: Densifier(opened)))
-    together(comm, require_fitting)
+    slots.fetch(on_all_ranks(comm, lambda: list(plain_spans(opened.reader, logged[-1:], everyone))))
+    maker = on_all_ranks(comm, lambda: _usable(manifest, lambda: Densifier(opened)))
+    on_all_ranks(comm, require_fitting)
     inputs = (stored.span for stored in maker.inputs(mine))
-    slots.fetch(together(comm, lambda: [*plain_spans(opened.reader, logged, mine), *inputs]))
-    together(comm, lambda: maker.verify(mine))
+    slots.fetch(on_all_ranks(comm, lambda: [*plain_spans(opened.reader, logged, mine), *inputs]))
+    on_all_ranks(comm, lambda: maker.verify(mine))
     if comm.rank == 0:
         announce(
             "step %d in memory belongs to a gradient log that %d ranks wrote in another layout. It is first made "
@@ -238,14 +238,14 @@ def densify_together(
         device = maker.device()
         return {rank: write_made_share(storage, maker, rank, device, lambda nbytes, what: None) for rank in mine}
 
-    written = together(comm, lambda: _usable(manifest, write))
+    written = on_all_ranks(comm, lambda: _usable(manifest, write))
     of_ranks = {int(rank): columns for answer in answers_of(comm, written) for rank, columns in answer.items()}
     shares = [WrittenShare(*of_ranks[rank]) for rank in everyone]
 
     def commit() -> str:
         return commit_made(storage, manifest, shares, maker.parent).directory
 
-    return by_rank_zero(comm, commit, f"commit {storage.root}/{manifest.directory}")
+    return on_rank_zero(comm, commit, f"commit {storage.root}/{manifest.directory}")
 
 
 def _usable(manifest: Manifest, make: Callable[[], _Made]) -> _Made:

@@ -23,7 +23,7 @@ from moe_ckpt.format.sealed import FixedStrings
 from moe_ckpt.gradient_log.capture import GradientCapture
 from moe_ckpt.modeling.blocks import block_in
 from moe_ckpt.modeling.watching import Entries, addresses
-from moe_ckpt.slices.copying import versions
+from moe_ckpt.slices.copying import write_counts
 
 log = logging.getLogger("moe_ckpt")
 
@@ -61,7 +61,7 @@ class Writes:
     def note(self) -> None:
         """Notes the present state as correct."""
         self._addresses = addresses(self._lies)
-        self._versions = versions(self._counted)
+        self._versions = write_counts(self._counted)
 
     def changed(self) -> Sequence[str]:
         """Returns the names of the tensors that changed since they were noted, and notes them anew."""

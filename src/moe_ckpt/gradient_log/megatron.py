@@ -21,7 +21,7 @@ from moe_ckpt.gradient_log.recording import RunLog
 from moe_ckpt.gradient_log.units import Unit, UnitBlock
 from moe_ckpt.ledger.coverage import Box
 from moe_ckpt.megatron.blocks import placed_blocks
-from moe_ckpt.megatron.inventory import ModelInventory, has_unread, unwrapped
+from moe_ckpt.megatron.inventory import ModelInventory, has_unread, unwrap_module
 from moe_ckpt.megatron.optimizers import MASTER, inner_optimizers, leaves, slots
 from moe_ckpt.stopwatch import Stopwatch
 
@@ -60,7 +60,7 @@ def capture_gradients(
     for leaf in leaves(optimizer):
         if type(leaf.optimizer).__name__ in _ELEMENTWISE:
             register(type(leaf.optimizer), Coupling.ELEMENTS)
-    if any(has_unread(unwrapped(chunk)) for chunk in chunks):
+    if any(has_unread(unwrap_module(chunk)) for chunk in chunks):
         raise UnsupportedError(
             "with tied embeddings and multi-token prediction over several pipeline stages Megatron-Core updates an "
             "output layer that nothing reads, and whose gradients a log has no place for. Give the model an output "

@@ -20,7 +20,7 @@ from moe_ckpt.errors import UnsupportedError
 from moe_ckpt.gradient_log.units import Pieces, Tensors, Unit
 from moe_ckpt.ledger.coverage import Box
 from moe_ckpt.modeling.blocks import block_in
-from moe_ckpt.modeling.optimizer_state import ELEMENTWISE, IMPLEMENTATION_FLAGS, class_name, fitted
+from moe_ckpt.modeling.optimizer_state import ELEMENTWISE, IMPLEMENTATION_FLAGS, class_name, fit_stored_value
 from moe_ckpt.reading.slices import block
 
 OptimizerKind = tuple[str, Sequence[Mapping[str, Any]]]
@@ -142,7 +142,7 @@ class OptimizerReplay:
     """Optimizers that are stepped with recorded gradients.
 
     Args:
-        optimizers: The optimizers of a run, or those of ``detached``.
+        optimizers: The optimizers of a run, or those of ``detached_optimizers``.
         units: All units that they update.
         tensors: The tensor that is updated, of each unit.
 
@@ -209,7 +209,7 @@ class OptimizerReplay:
         return block_in(tensor.grad)
 
 
-def detached(
+def detached_optimizers(
     kinds: Sequence[OptimizerKind], units: Sequence[Unit], device: torch.device | str = "cpu"
 ) -> OptimizerReplay:
     """Returns optimizers without a model, whose units hold NaN until anchors are loaded.
@@ -255,7 +255,7 @@ def _set(optimizer: Optimizer, update: Update) -> None:
     for group, recorded in zip(optimizer.param_groups, update.groups, strict=True):
         for key, value in recorded.items():
             if key not in IMPLEMENTATION_FLAGS:
-                group[key] = fitted(group.get(key), value)
+                group[key] = fit_stored_value(group.get(key), value)
     if update.grad_scale is not None or update.found_inf is not None:
         # As torch.amp.GradScaler.step does for optimizers that unscale by themselves.
         vars(optimizer).update(grad_scale=update.grad_scale, found_inf=update.found_inf)

@@ -21,10 +21,18 @@ from moe_ckpt.gradient_log.replaying import LoggedSteps, anchors_of, needed_grad
 from moe_ckpt.ledger.coverage import Box
 from moe_ckpt.notices import announce
 from moe_ckpt.ports import StateTensor, TrainingState
+from moe_ckpt.reading.collective import on_all_ranks
 from moe_ckpt.reading.memory.slot_storage import OpenedMemory, Span
 from moe_ckpt.reading.restore import box_of, parameters_of, require_fitting
-from moe_ckpt.reading.together import together
-from moe_ckpt.recovery.executing import Recovery, Restored, StorageSource, opening, planned, rank_of_state, say_plan
+from moe_ckpt.recovery.executing import (
+    Recovery,
+    Restored,
+    StorageSource,
+    announce_plan,
+    opening_checkpoint,
+    plan_sources,
+    rank_of_state,
+)
 
 log = logging.getLogger("moe_ckpt")
 
@@ -70,24 +78,24 @@ class LogReturn:
         comm, opened = self._recovery.comm, self._opened
         if self._is_foreign:
             return self._by_dense()
-        here = together(comm, self._source)
+        here = on_all_ranks(comm, self._source)
         if any(largest(comm, [here is None])) or here is None:
             return self._by_dense()
         restored, source = here
         state, manifest = self._recovery.state, opened.manifest
-        log_here = together(comm, lambda: StoredLog(opened, state, comm.rank))
+        log_here = on_all_ranks(comm, lambda: StoredLog(opened, state, comm.rank))
         if any(largest(comm, [not log_here.fits(self._optimizers())])):
             return self._by_dense()
-        plan = planned(opened.reader, manifest, opened)
+        plan = plan_sources(opened.reader, manifest, opened)
         plan = replace(plan, updates=(log_here.steps[0], manifest.step))
         log.info("rank %d received %s of what memory elsewhere holds", comm.rank, human_bytes(received))
-        say_plan(comm, plan)
+        announce_plan(comm, plan)
         restored = restored.out_of(opened, plan)
-        together(comm, source.verify)
-        together(comm, log_here.verify)
-        together(comm, lambda: log_here.check(self._optimizers()))
-        together(comm, source.prepare)
-        made = together(comm, lambda: log_here.repeat(self._optimizers()))
+        on_all_ranks(comm, source.verify)
+        on_all_ranks(comm, log_here.verify)
+        on_all_ranks(comm, lambda: log_here.check(self._optimizers()))
+        on_all_ranks(comm, source.prepare)
+        made = on_all_ranks(comm, lambda: log_here.repeat(self._optimizers()))
         log.info("rank %d repeated %d updates", comm.rank, made)
         self._finish()
         records = dict(manifest.operators)
@@ -97,7 +105,7 @@ class LogReturn:
     def _source(self) -> tuple[Restored, StorageSource] | None:
         """Opens the step; returns None if parallel degrees differ, for which a dense checkpoint is needed."""
         try:
-            return opening(self._recovery, self._opened.reader, self._opened.manifest)
+            return opening_checkpoint(self._recovery, self._opened.reader, self._opened.manifest)
         except OtherLayoutError:
             return None
 

@@ -20,7 +20,7 @@ from moe_ckpt.errors import CoverageError, NoCheckpointError
 from moe_ckpt.format.manifest import state_path
 from moe_ckpt.format.sealed import seal, unseal
 from moe_ckpt.format.shard import TORCH_DTYPES, SliceEntry
-from moe_ckpt.gradient_log.optimizers import GradientBlock, OptimizerKind, OptimizerReplay, detached
+from moe_ckpt.gradient_log.optimizers import GradientBlock, OptimizerKind, OptimizerReplay, detached_optimizers
 from moe_ckpt.gradient_log.replaying import PLAIN, LoggedSteps, plain_of
 from moe_ckpt.gradient_log.units import Device, Unit, UpdateLayout
 from moe_ckpt.ledger.coverage import Box
@@ -76,7 +76,7 @@ class RankShare(LoggedSteps):
         self._tell = tell
         live: dict[str, list[StateTensor]] = defaultdict(list)
         if self._layout is not None:
-            self._replay = detached(self._kinds(self._layout, device), self._units, device)
+            self._replay = detached_optimizers(self._kinds(self._layout, device), self._units, device)
             self.check(self._replay)
             self.repeat(self._replay)
             for tensor in self._tensors(self._layout, weights=True):
@@ -86,7 +86,7 @@ class RankShare(LoggedSteps):
         for stored, values in self._reader.read_many(self._slices):
             if split_key(stored.entry.key).fqn in self._log.updated:
                 values = self._joined(stored.entry, live[stored.entry.key])
-            slices.append((unplaced(stored.entry), bytes_of(values)))
+            slices.append((without_place(stored.entry), bytes_of(values)))
             tell(stored.nbytes, f"writing the share of rank {self._rank}")
         return slices
 
@@ -176,7 +176,7 @@ def _zeros(meta: TensorMeta, updated: torch.Tensor, *, is_shaped: bool) -> torch
     return torch.zeros(meta.global_shape, dtype=dtype, device=updated.device if meta.on_param_device else "cpu")
 
 
-def unplaced(entry: SliceEntry) -> SliceEntry:
+def without_place(entry: SliceEntry) -> SliceEntry:
     """Returns an entry without place and checksum."""
     return replace(entry, begin=0, end=0, checksum=0)
 
@@ -261,7 +261,7 @@ class Densifier:
         prefix = f"side/{rank}/"
         side = {key: stored for key, stored in self._index.side.items() if key.startswith(prefix)}
         plain = [stored for key, stored in side.items() if not key.startswith(f"{prefix}{PLAIN}/")]
-        slices += [(unplaced(stored.entry), bytes_of(values)) for stored, values in self._reader.read_many(plain)]
+        slices += [(without_place(stored.entry), bytes_of(values)) for stored, values in self._reader.read_many(plain)]
         path = state_path(self.manifest.directory, rank)
         body: dict[str, Any] = unseal(self._reader.storage.read(path), path)
         state = {name: value for name, value in body["state"].items() if name != PLAIN}

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 
 from moe_ckpt.errors import DamagedError, MoECheckpointError, UserError
 from moe_ckpt.format.shard import TORCH_DTYPES
-from moe_ckpt.interop.whole import WholeCheckpoint, whole
+from moe_ckpt.interop.whole import WholeCheckpoint, open_whole
 from moe_ckpt.ledger.coverage import Box
 from moe_ckpt.reading.index import StoredSlice
 from moe_ckpt.reading.reader import open_step, with_step
@@ -142,7 +142,7 @@ class MoEStorageReader(StorageReader):
         if self._checkpoint is None:
             if self._path is None:
                 raise UserError("MoEStorageReader has no path: give it one, or checkpoint_id to dcp.load()")
-            self._checkpoint = with_step(self._path, whole, dense=True)
+            self._checkpoint = with_step(self._path, open_whole, dense=True)
         return self._checkpoint
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:

@@ -28,7 +28,7 @@ from moe_ckpt.errors import ConfigError, MoECheckpointError, StoreUnwritableErro
 from moe_ckpt.format.manifest import Manifest, step_of
 from moe_ckpt.format.shard import TORCH_DTYPES
 from moe_ckpt.interop.safetensors import MAX_FILE_BYTES, Progress, write_for_hub, write_safetensors
-from moe_ckpt.interop.whole import WholeCheckpoint, lightning_dict, whole
+from moe_ckpt.interop.whole import WholeCheckpoint, lightning_dict, open_whole
 from moe_ckpt.reading.memory.memory_outside import MemoryOutside, verify_opened
 from moe_ckpt.reading.memory.slot_storage import OpenedMemory
 from moe_ckpt.reading.reader import StoreReader, locate, with_step
@@ -144,7 +144,7 @@ def _write(reader: StoreReader, manifest: Manifest, writer: _Writer, target: Pat
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         _remove_leftovers(target.parent, beginning)
-        writer(whole(reader, manifest), temporary, progress)
+        writer(open_whole(reader, manifest), temporary, progress)
         if os.path.lexists(target):  # another export was quicker
             raise _exists(target)
         os.rename(temporary, target)

@@ -16,11 +16,11 @@ from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.interop.weights import choose, common_beginnings, raising_on_all_ranks
 from moe_ckpt.interop.whole import unmark
 from moe_ckpt.ports import Communicator, TrainingState
+from moe_ckpt.reading.collective import on_rank_zero
 from moe_ckpt.reading.index import TensorIndex, split_key
 from moe_ckpt.reading.reader import StoreReader, locate, split_step
 from moe_ckpt.reading.restore import MODEL, weight_specs
 from moe_ckpt.reading.step_storage import listed_again
-from moe_ckpt.reading.together import by_rank_zero
 from moe_ckpt.recovery.resume import load_step
 from moe_ckpt.storage import Storage
 
@@ -245,7 +245,7 @@ def load_handover(
             )
 
     def newest() -> Handover:
-        directory, passed = by_rank_zero(comm, lambda: choose(text, "state_from"), f"load the state of {text}")
+        directory, passed = on_rank_zero(comm, lambda: choose(text, "state_from"), f"load the state of {text}")
         if directory is None:
             raise UnsupportedError(
                 f"state_from={text}: safetensors files hold weights alone. Give a store or a step directory, or set "

@@ -24,6 +24,13 @@ from moe_ckpt.interop.whole import module_buffers
 from moe_ckpt.modeling import module_state
 from moe_ckpt.modeling.names import clean_name, tied_aliases
 from moe_ckpt.ports import Communicator, StateTensor, TensorMeta, TrainingState
+from moe_ckpt.reading.collective import (
+    NotUsableError,
+    on_all_ranks,
+    on_rank_zero,
+    raise_on_all_ranks,
+    require_committed,
+)
 from moe_ckpt.reading.reader import (
     StoreReader,
     check_checkpoint,
@@ -36,13 +43,6 @@ from moe_ckpt.reading.reader import (
 from moe_ckpt.reading.restore import MODEL, box_of, weight_specs
 from moe_ckpt.reading.shared_reading import TensorLoader
 from moe_ckpt.reading.step_storage import listed_again
-from moe_ckpt.reading.together import (
-    NotUsableError,
-    by_rank_zero,
-    raise_on_all_ranks,
-    require_committed,
-    together,
-)
 from moe_ckpt.storage import Storage, open_storage
 
 
@@ -250,16 +250,16 @@ def load_weights(
     tied = dict(aliases or {})
 
     def newest() -> LoadedWeights:
-        directory, passed = by_rank_zero(comm, lambda: choose(text), f"load weights from {text}")
+        directory, passed = on_rank_zero(comm, lambda: choose(text), f"load weights from {text}")
         with raising_on_all_ranks(comm, text, directory):
-            plan = together(comm, lambda: _plan(open_source(text, directory), state, buffers, tied, others))
+            plan = on_all_ranks(comm, lambda: _plan(open_source(text, directory), state, buffers, tied, others))
             used = largest(comm, [name in plan.used for name in plan.names])
             unused = tuple(name for name, of_any in zip(plan.names, used, strict=True) if not of_any)
-            together(comm, lambda: plan.check(unused, strict))
+            on_all_ranks(comm, lambda: plan.check(unused, strict))
             plan.source.share(comm, plan.pairs)
-            together(comm, lambda: plan.source.verify(plan.pairs))
+            on_all_ranks(comm, lambda: plan.source.verify(plan.pairs))
         with raising_on_all_ranks(comm, text, directory, " (some weights may be loaded, and others not)"):
-            together(comm, lambda: plan.source.copy(plan.pairs))
+            on_all_ranks(comm, lambda: plan.source.copy(plan.pairs))
         return LoadedWeights(plan.source.title + passed, plan.tensors, plan.absent, unused)
 
     return newest() if split_step(text)[1] is not None else listed_again(newest)
@@ -337,7 +337,7 @@ def _plan(
     live += [StateTensor(MODEL + n, n, b, (0,) * b.dim(), tuple(b.shape)) for n, b in buffers.items()]
     expected = {spec.parameter: (spec.dtype, tuple(spec.global_shape)) for spec in weight_specs(state.specs())}
     expected |= {name: (dtype_name(buffer.dtype), tuple(buffer.shape)) for name, buffer in buffers.items()}
-    name_of = aligned(source.tensors, {*expected, *aliases, *others})
+    name_of = align_names(source.tensors, {*expected, *aliases, *others})
     for alias, name in aliases.items():
         if name not in name_of and alias in name_of:
             name_of[name] = name_of[alias]
@@ -366,7 +366,7 @@ def _differences(name: str, dtype: str, shape: tuple[int, ...], source_name: str
     return []
 
 
-def aligned(sources: Collection[str], here: Collection[str]) -> dict[str, str]:
+def align_names(sources: Collection[str], here: Collection[str]) -> dict[str, str]:
     """Returns name here -> name there, for all that agree once ``common_beginnings`` are taken off."""
     stripped, prefix = common_beginnings(sources, here)
     rest = {name[len(stripped) :]: name for name in sources if name.startswith(stripped)}

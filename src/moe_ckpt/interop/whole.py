@@ -13,16 +13,16 @@ from typing import Any
 import torch
 
 from moe_ckpt.errors import DamagedError, NoCheckpointError
-from moe_ckpt.format.contents import made
+from moe_ckpt.format.contents import make_tensor
 from moe_ckpt.format.manifest import Manifest, state_path
-from moe_ckpt.modeling.module_state import joined
+from moe_ckpt.modeling.module_state import joined_name
 from moe_ckpt.reading.index import split_key
 from moe_ckpt.reading.reader import StoreReader, require_dense
 
 
 @dataclass(frozen=True)
 class WholeCheckpoint:
-    """A checkpoint as one process would have it. Made by ``whole``.
+    """A checkpoint as one process would have it. Made by ``open_whole``.
 
     Attributes:
         rank: Whose plain state is taken.
@@ -68,11 +68,11 @@ class WholeCheckpoint:
         plain = self.optimizers[index]
         values_of = {fqn: dict(values) for fqn, values in plain.get("scalars", {}).items()}
         for fqn, entries in plain.get("unsliced", {}).items():
-            values_of.setdefault(fqn, {}).update({name: made(entry) for name, entry in entries.items()})
+            values_of.setdefault(fqn, {}).update({name: make_tensor(entry) for name, entry in entries.items()})
         return values_of
 
 
-def whole(reader: StoreReader, manifest: Manifest, rank: int = 0) -> WholeCheckpoint:
+def open_whole(reader: StoreReader, manifest: Manifest, rank: int = 0) -> WholeCheckpoint:
     """Open one checkpoint whole.
 
     Raises:
@@ -147,14 +147,18 @@ def _under_all_names(values: dict[str, Any], manifest: Manifest, plain: Mapping[
 
 def _tensors(plain: Mapping[str, Any]) -> dict[str, Any]:
     """Buffers and parameters without elements."""
-    return {name: made(entry) for name, entry in plain.get("unsliced", {}).items()} | dict(plain.get("buffers", {}))
+    return {name: make_tensor(entry) for name, entry in plain.get("unsliced", {}).items()} | dict(
+        plain.get("buffers", {})
+    )
 
 
 def _extras(plain: Mapping[str, Any]) -> dict[str, Any]:
     extras = _tensors(plain)
     for module, values in plain.get("own_state", {}).items():
-        extras.update({joined(module, name): value for name, value in values.items()})
-    extras.update({joined(module, "_extra_state"): value for module, value in plain.get("extra_state", {}).items()})
+        extras.update({joined_name(module, name): value for name, value in values.items()})
+    extras.update(
+        {joined_name(module, "_extra_state"): value for module, value in plain.get("extra_state", {}).items()}
+    )
     return extras
 
 
@@ -199,12 +203,12 @@ def module_checkpoint(reader: StoreReader, manifest: Manifest) -> dict[str, Any]
         NoCheckpointError: The checkpoint was not written under Lightning.
         DamagedError: It cannot be read whole; or ``CoverageError``.
     """
-    checkpoint = of_lightning(reader, manifest)
+    checkpoint = open_lightning(reader, manifest)
     stored = {key: value for key, value in checkpoint.state["checkpoint"].items() if key not in _OF_TRAINER}
     return unmark({"state_dict": MODEL_MARK, **stored}, checkpoint.state_dict())
 
 
-def of_lightning(reader: StoreReader, manifest: Manifest, rank: int = 0) -> WholeCheckpoint:
+def open_lightning(reader: StoreReader, manifest: Manifest, rank: int = 0) -> WholeCheckpoint:
     """Opens a checkpoint that was written under Lightning; reads no tensor.
 
     Args:
@@ -216,7 +220,7 @@ def of_lightning(reader: StoreReader, manifest: Manifest, rank: int = 0) -> Whol
         NoCheckpointError: It was not written under Lightning.
         DamagedError, CoverageError: It cannot be read whole.
     """
-    checkpoint = whole(reader, manifest, rank)
+    checkpoint = open_whole(reader, manifest, rank)
     _require_lightning(checkpoint)
     return checkpoint
 

@@ -37,7 +37,7 @@ def kind_of_slice(key: str, operator: str) -> int:
     return WEIGHT if key.startswith("model/") or operator.startswith(EXPERT) else MOMENT
 
 
-def of_all(seen: Iterable[int]) -> int:
+def combined_freshness(seen: Iterable[int]) -> int:
     """Combines the findings of all ranks."""
     return max(seen, default=UNKNOWN)
 

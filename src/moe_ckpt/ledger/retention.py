@@ -95,7 +95,7 @@ class RetentionPolicy:
             _require_whole("keep_every_n_steps", self.keep_every_n_steps)
 
 
-def retained(records: Collection[CheckpointRecord], policy: RetentionPolicy) -> frozenset[str]:
+def retained_directories(records: Collection[CheckpointRecord], policy: RetentionPolicy) -> frozenset[str]:
     """Returns the directories of the checkpoints that stay."""
     if not records:
         return frozenset()
@@ -255,7 +255,7 @@ def _newest_versions(steps: Sequence[tuple[MemoryStep, npt.NDArray[np.bool_]]]) 
     return frozenset(step.number for step in members if not step.on_storage)
 
 
-def needed(in_memory: Iterable[MemoryStep]) -> frozenset[int]:
+def needed_steps(in_memory: Iterable[MemoryStep]) -> frozenset[int]:
     """Returns the numbers of the steps that must stay.
 
     Args:

@@ -17,13 +17,14 @@ import numpy as np
 from moe_ckpt.comm.communicator import largest
 from moe_ckpt.core.tokens import Counts
 from moe_ckpt.errors import CoverageError
-from moe_ckpt.format.manifest import Manifest, age_of, pruned
+from moe_ckpt.format.manifest import Manifest, age_of, prune_manifest
 from moe_ckpt.ledger.freshness import STALE
 from moe_ckpt.localized.exchange import LogExchange, Received
 from moe_ckpt.localized.log_files import SealedLog
 from moe_ckpt.localized.segments import LocalRecovery, local_recoveries
 from moe_ckpt.notices import announce
 from moe_ckpt.ports import TrainingState
+from moe_ckpt.reading.collective import NotUsableError, on_all_ranks
 from moe_ckpt.reading.memory.memory_checkpoints import SURVIVORS_SUFFIX, MemoryCheckpoints
 from moe_ckpt.reading.memory.memory_shares import MemoryCheckpoint, Share, checkpoints_of, is_agreed
 from moe_ckpt.reading.memory.slot_storage import OpenedMemory
@@ -31,8 +32,7 @@ from moe_ckpt.reading.memory.slot_views import LaidSnapshots, SnapshotFacts
 from moe_ckpt.reading.reader import StoreReader
 from moe_ckpt.reading.restore import needed_slices, parameters_of
 from moe_ckpt.reading.shared_reading import SharedReading, TensorLoader
-from moe_ckpt.reading.together import NotUsableError, together
-from moe_ckpt.recovery.executing import Opener, Recovery, Restored, opening
+from moe_ckpt.recovery.executing import Opener, Recovery, Restored, opening_checkpoint
 from moe_ckpt.recovery.replay import StepReplay
 from moe_ckpt.run.agreement import Deferred, StepTokens
 from moe_ckpt.session.session import CheckpointSession
@@ -156,11 +156,11 @@ class LocalAttempt:
             raise _AllGoBackError(
                 "what some stages computed again, at a start since, was not what it had been the first time"
             )
-        opened = None if opener is None else together(comm, opener())
+        opened = None if opener is None else on_all_ranks(comm, opener())
         if opened is not None and opened.logged:
             raise _AllGoBackError(f"{directory} in memory is a step of a gradient log")
         reader = recovery.reader if opened is None else opened.reader
-        manifest = together(comm, lambda: reader.manifest(directory)) if opened is None else opened.manifest
+        manifest = on_all_ranks(comm, lambda: reader.manifest(directory)) if opened is None else opened.manifest
         if not manifest.window and any(record.step != manifest.step for record in manifest.operators.values()):
             raise _AllGoBackError(f"{manifest.directory} has older experts, so steps cannot be repeated exactly")
         since = manifest.window[0].step if manifest.window else manifest.step
@@ -174,11 +174,11 @@ class LocalAttempt:
             rank, step = exchange.gap
             why = ", which it may not have ended" if step == local.step else ""
             raise _NoLogError(f"rank {rank} has no upstream log of step {step}{why}")
-        together(comm, lambda: reader.prove(manifest))
+        on_all_ranks(comm, lambda: reader.prove(manifest))
         [described] = self._memory.describe([sealed], local.ranks)
         lay_over = self._kept_state.laid_over
-        retained = together(comm, lambda: lay_over(sealed, described, reader, manifest, opened))
-        together(comm, lambda: retained.reader.prove(retained.manifest))
+        retained = on_all_ranks(comm, lambda: lay_over(sealed, described, reader, manifest, opened))
+        on_all_ranks(comm, lambda: retained.reader.prove(retained.manifest))
         received = exchange.received()
         goes_back = comm.rank in local.ranks
         if opened is not None:
@@ -186,8 +186,8 @@ class LocalAttempt:
         retained.slots.fetch(() if goes_back else recovery.spans(retained))
         self._memory.note_lasting_start(sealed.shares)
         mine = (reader, manifest) if goes_back else (retained.reader, retained.manifest)
-        restored, source = together(comm, lambda: opening(recovery, *mine))
-        together(comm, lambda: None if goes_back else require_all_kept(retained, state, local.step))
+        restored, source = on_all_ranks(comm, lambda: opening_checkpoint(recovery, *mine))
+        on_all_ranks(comm, lambda: None if goes_back else require_all_kept(retained, state, local.step))
         if goes_back and restored.replay is None:
             restored = replace(restored, replay=StepReplay(manifest))
         if comm.rank == 0:
@@ -196,8 +196,8 @@ class LocalAttempt:
         if goes_back:
             source.shared = shared
         planned_at = time.time()
-        together(comm, source.verify)
-        together(comm, source.prepare_and_write)
+        on_all_ranks(comm, source.verify)
+        on_all_ranks(comm, source.prepare_and_write)
         recounts = not is_agreed(sealed.snapshots[0])
         self.part = LocalPart(local, since, goes_back, exchange.history, received, recounts=recounts)
         joined = _all_as_of(local.step, retained)
@@ -334,7 +334,7 @@ class KeptState:
         writers = {rank for snapshot in sealed.snapshots for rank, shares in snapshot.items() if not shares[0].is_lent}
         states = tuple(state for state in part.states if state.rank in writers)
         whole = replace(whole, states=manifest.states if is_last else states)
-        whole = pruned(whole, view.files, {part.directory, manifest.directory} if is_last else {part.directory})
+        whole = prune_manifest(whole, view.files, {part.directory, manifest.directory} if is_last else {part.directory})
         overlaid, slots = memory.reading(whole, view.slots_of(whole), [part])
         return OpenedMemory(overlaid, slots, whole, beneath, view.fresh)
 
@@ -378,7 +378,7 @@ class Rejoining:
 
     def _go_on(self, tokens: Deferred[StepTokens] | None) -> None:
         """Goes on together. tokens: Tokens of the last step, on a rank that has computed it again."""
-        joined = with_tokens(self._joined, self._recounted(tokens)) if self.part.recounts else self._joined
+        joined = with_recounted_tokens(self._joined, self._recounted(tokens)) if self.part.recounts else self._joined
         self._session.resume_from(joined.manifest, **joined.going_on)
 
     def _recounted(self, tokens: Deferred[StepTokens] | None) -> Counts:
@@ -389,7 +389,7 @@ class Rejoining:
         return agreed.result()[0]
 
 
-def with_tokens(joined: Restored, recounted: Counts) -> Restored:
+def with_recounted_tokens(joined: Restored, recounted: Counts) -> Restored:
     """Returns ``joined`` with the tokens that were counted again.
 
     Args:

@@ -18,7 +18,7 @@ from moe_ckpt.format.shard import TORCH_DTYPES, dtype_name
 from moe_ckpt.localized.log_files import SEND, Channel, Message, SealedLog
 from moe_ckpt.localized.segments import LocalRecovery, LogGap, log_gap
 from moe_ckpt.ports import Communicator
-from moe_ckpt.reading.together import together
+from moe_ckpt.reading.collective import on_all_ranks
 
 Received = Mapping[Channel, Sequence[tuple[Message, torch.Tensor]]]
 """Channel -> the messages that came through it in one step, in order."""
@@ -101,13 +101,13 @@ class LogExchange:
             PeerLostError: A peer is gone.
         """
         comm = self._comm
-        packed = together(comm, self._packed)
+        packed = on_all_ranks(comm, self._packed)
         sizes = {rank: [tensor.numel() for tensor in tensors] for rank, tensors in packed.items()}
         sizes_by_holder = answers_of(comm, sizes)
         # No rank waits for the bytes of one that has no memory for them.
-        expected = together(comm, lambda: self._room_for(sizes_by_holder))
+        expected = on_all_ranks(comm, lambda: self._room_for(sizes_by_holder))
         comm.swap(packed, expected)
-        return together(comm, lambda: _unpacked(expected))
+        return on_all_ranks(comm, lambda: _unpacked(expected))
 
     def _room_for(self, sizes_by_holder: Sequence[Mapping[str, Sequence[int]]]) -> dict[int, list[torch.Tensor]]:
         """Returns empty tensors for the bytes that each rank sends to this one.

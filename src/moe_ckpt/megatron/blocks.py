@@ -89,7 +89,7 @@ class Placed:
         return flat.as_strided(self.shape, self.stride, flat.storage_offset() + self.first)
 
 
-def straight(shape: Shape) -> tuple[Axis, ...]:
+def untransposed_axes(shape: Shape) -> tuple[Axis, ...]:
     """Returns the axes of an untransposed block of ``shape`` at the beginning of the whole tensor."""
     return tuple(Axis(dim, (AxisSegment(0, size, 0),)) for dim, size in enumerate(shape))
 

@@ -21,7 +21,7 @@ from moe_ckpt.driver.states import Action
 from moe_ckpt.errors import ConfigError, UnsupportedError
 from moe_ckpt.megatron.compat import runs_on_samples
 from moe_ckpt.megatron.host import MegatronHost, Progress, all_stateful, unmoved_by_captures
-from moe_ckpt.megatron.inventory import ModelInventory, chunks_of, take_inventory, unwrapped
+from moe_ckpt.megatron.inventory import ModelInventory, chunks_of, take_inventory, unwrap_module
 from moe_ckpt.megatron.optimizers import StepWatch, exchange_norm_groups, inner_optimizers, require_weights_gathered
 from moe_ckpt.megatron.routing import RouterCounter
 from moe_ckpt.megatron.training_state import MegatronTrainingState
@@ -154,7 +154,7 @@ class MegatronCheckpoint(AttachedCheckpoint):
         self._counter = RouterCounter(
             [(world.numbers[layer.name], layer.router) for layer in inventory.layers],
             *grid_of(world.layers),
-            chunks=[unwrapped(chunk) for chunk in chunks],
+            chunks=[unwrap_module(chunk) for chunk in chunks],
             soft=options.needs.popularity == GATE_WEIGHTS,
             frozen=world.frozen_experts,
             stopwatch=self.stopwatch,

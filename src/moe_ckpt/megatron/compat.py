@@ -138,7 +138,7 @@ class Wrapped:
 
 
 @contextmanager
-def changed(target: Any, **values: Any) -> Iterator[None]:
+def changed_attributes(target: Any, **values: Any) -> Iterator[None]:
     """Sets attributes of ``target`` to other values until the block ends. Those that it lacks are left out."""
     old = {name: getattr(target, name) for name in values if hasattr(target, name)}
     for name in old:

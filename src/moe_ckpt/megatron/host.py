@@ -20,9 +20,9 @@ from moe_ckpt.errors import ConfigError, OtherLayoutError
 from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.interop.weights import LoadedWeights
 from moe_ckpt.interop.whole import all_buffers
-from moe_ckpt.megatron.compat import changed, rng_tracker
+from moe_ckpt.megatron.compat import changed_attributes, rng_tracker
 from moe_ckpt.megatron.inventory import architecture
-from moe_ckpt.megatron.optimizers import SCHEDULER, changes, configured, write_settings
+from moe_ckpt.megatron.optimizers import SCHEDULER, changes, configured_hyperparameters, write_settings
 from moe_ckpt.megatron.training_state import RESTING, MegatronTrainingState
 from moe_ckpt.megatron.world import is_rank_zero, layout
 from moe_ckpt.modeling.rng import Generators, capture_rng, restore_rng
@@ -30,7 +30,7 @@ from moe_ckpt.notices import announce
 from moe_ckpt.ports import Communicator
 from moe_ckpt.reading.reader import StoreReader
 from moe_ckpt.recovery.executing import Restored
-from moe_ckpt.recovery.replay import Repeated, same_plain
+from moe_ckpt.recovery.replay import Repeated, are_plain_states_equal
 from moe_ckpt.run.options import Options
 from moe_ckpt.storage import open_storage
 
@@ -132,7 +132,7 @@ class MegatronHost(LoopHost):
         self.generators = Generators(capture_generators, restore_generators)
         self._options = options
         self._optimizer = optimizer
-        self._settings = functools.partial(configured, optimizer, stateful)
+        self._settings = functools.partial(configured_hyperparameters, optimizer, stateful)
         self._configured: _Plain = self._settings() | {RESTING: self.state.trained.resting()}
         self._layout, self._architecture = layout(chunks), architecture(chunks[0])
 
@@ -228,7 +228,9 @@ def idle_generators(before: Mapping[str, Any], after: Mapping[str, Any]) -> froz
         before: States by name, after the step before.
         after: States after the step.
     """
-    return frozenset({"torch"} if "cuda" in after and same_plain(before.get("torch"), after.get("torch")) else ())
+    return frozenset(
+        {"torch"} if "cuda" in after and are_plain_states_equal(before.get("torch"), after.get("torch")) else ()
+    )
 
 
 def other_layout(saved: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
@@ -294,7 +296,7 @@ def unmoved_by_captures() -> Iterator[None]:
         end()
         restore_generators(before)
 
-    with changed(graphs, _set_capture_start=begins, _set_capture_end=ends):
+    with changed_attributes(graphs, _set_capture_start=begins, _set_capture_end=ends):
         yield
 
 
@@ -335,4 +337,8 @@ def restore_stateful(stateful: Mapping[str, Stateful], stored: Mapping[str, Any]
 
 def is_same_schedule(scheduler: Stateful | None, stored: Mapping[str, Any] | None) -> bool:
     """Returns whether a schedule that was loaded has the checkpoint's settings, and not other ones of this run."""
-    return scheduler is not None and stored is not None and same_plain(dict(scheduler.state_dict()), dict(stored))
+    return (
+        scheduler is not None
+        and stored is not None
+        and are_plain_states_equal(dict(scheduler.state_dict()), dict(stored))
+    )

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from moe_ckpt.errors import ConfigError, UnsupportedError
-from moe_ckpt.megatron.blocks import Axis, AxisSegment, BlockPart, Shape, straight
+from moe_ckpt.megatron.blocks import Axis, AxisSegment, BlockPart, Shape, untransposed_axes
 from moe_ckpt.megatron.compat import megatron_core
 from moe_ckpt.megatron.world import Owner
 
@@ -96,7 +96,7 @@ def take_inventory(chunks: Sequence[nn.Module]) -> ModelInventory:
     buffers: dict[str, torch.Tensor] = {}
     unread: set[nn.Parameter] = set()
     for chunk in chunks:
-        inner = unwrapped(chunk)
+        inner = unwrap_module(chunk)
         _require_known_state(inner)
         unread |= _unread(inner)
         model = _Chunk(inner, unread)
@@ -133,7 +133,7 @@ def require_halves(chunks: Sequence[nn.Module]) -> None:
             )
 
 
-def unwrapped(module: nn.Module) -> nn.Module:
+def unwrap_module(module: nn.Module) -> nn.Module:
     """Returns the module inside of wrappers (DDP, ``Float16Module``)."""
     while isinstance(inner := getattr(module, "module", None), nn.Module):
         module = inner
@@ -151,7 +151,7 @@ _ARCHITECTURE = (
 
 def architecture(chunk: nn.Module) -> dict[str, Any]:
     """Returns settings of the model that do not follow from its tensors, as plain data, for an export."""
-    model: Any = unwrapped(chunk)
+    model: Any = unwrap_module(chunk)
     settings = {}
     for name in _ARCHITECTURE:
         value = getattr(model.config, name, getattr(model, name, None))
@@ -320,14 +320,14 @@ class _Chunk:
         """Returns (global shape, axes) of a parameter that is no expert's."""
         dim, shape = self._split_dim(name, parameter), tuple(parameter.shape)
         if dim is None:
-            return shape, straight(shape)
+            return shape, untransposed_axes(shape)
         gated = self._is_gated(name, shape[dim])
         if self._dense[1] > 1 and int(getattr(parameter, "partition_stride", 1)) != 1 and not gated:
             raise UnsupportedError(
                 f"{name} is split over tensor-parallel ranks with stride above 1, so it is not known which rows of the "
                 "whole these are. Use tensor parallelism 1."
             )
-        return sharded(shape, dim, *self._dense, gated=gated and not is_interleaved)
+        return shape_and_axes(shape, dim, *self._dense, gated=gated and not is_interleaved)
 
     def _interleaving_of_shared(self, name: str, parameter: nn.Parameter) -> str:
         """Returns ``_interleaving`` of a parameter that is no expert's: empty, except for shared experts."""
@@ -400,12 +400,12 @@ class _Chunk:
                 "SequentialMLP (local_experts), GroupedMLP (weight1, weight2) and TEGroupedMLP (linear_fc1.weight0)."
             )
         if suffix.startswith("linear_fc1"):  # split by rows
-            whole, axes = sharded(shape, 0, *self._expert, gated=gated and not interleaving)
+            whole, axes = shape_and_axes(shape, 0, *self._expert, gated=gated and not interleaving)
             suffix += interleaving
         elif len(shape) > 1:  # split by columns
-            whole, axes = sharded(shape, 1, *self._expert, gated=False)
+            whole, axes = shape_and_axes(shape, 1, *self._expert, gated=False)
         else:  # a bias is added after the sum over ranks, so it is alike on all
-            whole, axes = shape, straight(shape)
+            whole, axes = shape, untransposed_axes(shape)
         axes, size = axes[::-1] if is_transposed else axes, prod(shape)
         parts = tuple(
             BlockPart(f"{whole_moe}.experts.{number}.{suffix}", whole, at * size, axes)
@@ -424,7 +424,7 @@ class _Chunk:
         return (indices[local],)
 
 
-def sharded(shape: Shape, dim: int, rank: int, size: int, *, gated: bool) -> tuple[Shape, tuple[Axis, ...]]:
+def shape_and_axes(shape: Shape, dim: int, rank: int, size: int, *, gated: bool) -> tuple[Shape, tuple[Axis, ...]]:
     """Returns (shape of the whole, axes of the block) of block number ``rank`` of ``size`` along ``dim``.
 
     Args:
@@ -432,9 +432,9 @@ def sharded(shape: Shape, dim: int, rank: int, size: int, *, gated: bool) -> tup
         gated: The block has two parts of equal size: its shares of the whole's two halves, which are split separately.
     """
     if size == 1:
-        return shape, straight(shape)
+        return shape, untransposed_axes(shape)
     whole = (*shape[:dim], shape[dim] * size, *shape[dim + 1 :])
-    axes = list(straight(shape))
+    axes = list(untransposed_axes(shape))
     if gated:
         half = shape[dim] // 2
         axes[dim] = Axis(dim, (AxisSegment(0, half, rank * half), AxisSegment(half, 2 * half, (size + rank) * half)))

@@ -33,7 +33,7 @@ from moe_ckpt.driver.host import Stateful
 from moe_ckpt.driver.run import CLOSE_SECS, close_guarded
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.megatron.checkpoint import MegatronCheckpoint, megatron_options
-from moe_ckpt.megatron.compat import changed, look_up
+from moe_ckpt.megatron.compat import changed_attributes, look_up
 from moe_ckpt.megatron.host import Progress
 from moe_ckpt.megatron.script import (
     USED_OF_TRAIN,
@@ -252,7 +252,9 @@ class MegatronLM:
         if self.options.resume != "never":
             doing = f"read the store {dirpath}"
             stored_step = from_rank_zero(lambda: newest_step(dirpath), doing, self.options.timeout_secs)
-        with changed(settings, **({} if stored_step is None else {"load": None, "pretrained_checkpoint": None})):
+        with changed_attributes(
+            settings, **({} if stored_step is None else {"load": None, "pretrained_checkpoint": None})
+        ):
             built = self._original["setup_model_and_optimizer"](*args, **kwargs)
         model, optimizer, scheduler = built[:3]
         self.checkpoint = MegatronCheckpoint(
@@ -400,7 +402,7 @@ class MegatronLM:
             ckpt.save(wait=False)
         # A replayed iteration did not end the run the first time; if it did now, every restart would end there.
         again = {"exit_interval": None, "phase_transition_iterations": None} if ckpt.replaying else {}
-        with changed(settings, **again):
+        with changed_attributes(settings, **again):
             self._exits = self._original["checkpoint_and_decide_exit"](*args, **kwargs)
         return self._exits
 

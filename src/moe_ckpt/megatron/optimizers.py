@@ -26,20 +26,20 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from moe_ckpt.driver.changes import Change, differing, plain_values, same
+from moe_ckpt.driver.changes import Change, are_equal, changes_between, plain_values
 from moe_ckpt.driver.host import Stateful
 from moe_ckpt.driver.states import Moment
 from moe_ckpt.errors import ConfigError, UnsupportedError, optimizer_changed
-from moe_ckpt.megatron.compat import OPTIMIZER, Wrapped, changed, megatron_core
+from moe_ckpt.megatron.compat import OPTIMIZER, Wrapped, changed_attributes, megatron_core
 from moe_ckpt.modeling.optimizer_state import (
     IMPLEMENTATION_FLAGS,
     STEP,
     class_name,
-    fitted,
+    fit_stored_value,
     is_state_name,
     make_tensor,
     replaced_state,
-    unnameable,
+    unnameable_error,
 )
 from moe_ckpt.ports import TensorMeta
 from moe_ckpt.run.options import Options
@@ -265,7 +265,7 @@ def finish_update(optimizer: Any, ended: Collection[int]) -> None:
     distributed = megatron_core().distributed_optimizer
     with torch.no_grad():
         for leaf in leaves(optimizer):
-            with changed(leaf.config, timers=None):  # timers may wait for all ranks
+            with changed_attributes(leaf.config, timers=None):  # timers may wait for all ranks
                 if id(leaf.optimizer) in ended:
                     getattr(leaf, "_copy_main_params_to_model_params", lambda: None)()
                 else:  # the distributed optimizer's own method would gather weights
@@ -364,7 +364,7 @@ def state_tensors(slot: StateSlot, name: str) -> Iterator[tuple[str, torch.Tenso
         if key == STEP or value is None:
             continue
         if not is_state_name(key):
-            raise unnameable(type(slot.leaf.optimizer).__name__, name, key)
+            raise unnameable_error(type(slot.leaf.optimizer).__name__, name, key)
         if not isinstance(value, torch.Tensor) or slot.updated is None or value.numel() != slot.updated.numel():
             raise UnsupportedError(
                 f"state {key!r} of {name} in {type(slot.leaf.optimizer).__name__} is not of the parameter's shape, so "
@@ -450,9 +450,9 @@ def write_plain(optimizer: Any, stored: Mapping[str, Any]) -> None:
 
 def write_settings(optimizer: Any, stored: Sequence[Mapping[str, Any]]) -> None:
     """Writes the result of ``settings`` into the param groups."""
-    for group, entry in matched(list(_groups(optimizer)), stored):
+    for group, entry in matching_groups(list(_groups(optimizer)), stored):
         for key in entry.keys() - {EXPERT}:
-            group[key] = fitted(group.get(key), entry[key])
+            group[key] = fit_stored_value(group.get(key), entry[key])
 
 
 def _scalers(optimizer: Any) -> list[Any]:
@@ -464,7 +464,7 @@ def _groups(optimizer: Any) -> Iterator[dict[str, Any]]:
         yield from leaf.optimizer.param_groups
 
 
-def matched(
+def matching_groups(
     here: Sequence[dict[str, Any]], stored: Sequence[Mapping[str, Any]]
 ) -> Iterator[tuple[dict[str, Any], Mapping[str, Any]]]:
     """Yields each group with the stored one of its kind: by position, if the kinds are equal throughout.
@@ -492,12 +492,12 @@ def _kind(group: Mapping[str, Any]) -> _Kind:
     return tuple(sorted((key, v) for key, v in group.items() if key.endswith("_mult") or key.startswith("is_")))
 
 
-def configured(optimizer: Any, stateful: Mapping[str, Stateful]) -> dict[str, Any]:
+def configured_hyperparameters(optimizer: Any, stateful: Mapping[str, Stateful]) -> dict[str, Any]:
     """Returns the present hyperparameters of optimizer and scheduler that the user chooses, as plain data."""
-    return as_plain(settings(optimizer), stateful[SCHEDULER].state_dict() if SCHEDULER in stateful else {})
+    return plain_settings(settings(optimizer), stateful[SCHEDULER].state_dict() if SCHEDULER in stateful else {})
 
 
-def as_plain(groups: Sequence[Mapping[str, Any]], scheduler: Mapping[str, Any]) -> dict[str, Any]:
+def plain_settings(groups: Sequence[Mapping[str, Any]], scheduler: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the values of param groups and scheduler state that the user chooses."""
     scheduler = plain_values(scheduler)
     computed = _SCHEDULED if "max_lr" in scheduler else frozenset()
@@ -514,7 +514,7 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any], used: Mapping[str
     """Returns the differences, each once, even if several param groups and the scheduler have it.
 
     Args:
-        before: Result of ``configured`` when the run began.
+        before: Result of ``configured_hyperparameters`` when the run began.
         now: The result when this process began.
         used: The result after the checkpoint was loaded, which tells whose value is used.
     """
@@ -522,13 +522,13 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any], used: Mapping[str
     places = {id(group): number for number, group in enumerate(now["groups"])}
     pairs = [
         ("optimizer ", old, new, used["groups"][places[id(new)]])
-        for new, old in matched(now["groups"], before["groups"])
+        for new, old in matching_groups(now["groups"], before["groups"])
     ]
     for name, old, new, in_force in [*pairs, ("scheduler ", before["scheduler"], now["scheduler"], used["scheduler"])]:
-        for change in differing(name, old, new, from_checkpoint=True):
+        for change in changes_between(name, old, new, from_checkpoint=True):
             key = change.where.removeprefix(name)
             if key != EXPERT:  # a flag of the layout
-                retained = same(old.get(key), in_force.get(key))
+                retained = are_equal(old.get(key), in_force.get(key))
                 differences.setdefault((key, change.before, change.now), replace(change, from_checkpoint=retained))
     return list(differences.values())
 

@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader
 from moe_ckpt.comm.communicator import answers_of
 from moe_ckpt.errors import ConfigError, UnsupportedError
 from moe_ckpt.megatron.checkpoint import MegatronCheckpoint, end_iteration
-from moe_ckpt.megatron.compat import Wrapped, changed, megatron_core
+from moe_ckpt.megatron.compat import Wrapped, changed_attributes, megatron_core
 from moe_ckpt.megatron.host import Progress, capture_generators
 from moe_ckpt.megatron.world import is_rank_zero
 from moe_ckpt.notices import announce
@@ -270,7 +270,7 @@ class LateValidation:
         """
         is_first = self.iteration is not None and getattr(settings, "consumed_valid_samples", None) == 0
         is_first = is_first and not getattr(settings, "phase_transition_iterations", None)
-        return changed(settings, **({"iteration": 0} if is_first else {}))
+        return changed_attributes(settings, **({"iteration": 0} if is_first else {}))
 
     def run(self, ckpt: MegatronCheckpoint, settings: Any, evaluate: Callable[..., Any]) -> None:
         """Runs the validation if it is next. Called before each iteration, and at the loop's end.

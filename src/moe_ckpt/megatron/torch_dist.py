@@ -34,7 +34,7 @@ from moe_ckpt.driver.host import Stateful
 from moe_ckpt.errors import ConfigError, MissingPackageError, UnsupportedError
 from moe_ckpt.megatron.compat import look_up, megatron_core
 from moe_ckpt.megatron.host import Progress, capture_generators, restore_generators
-from moe_ckpt.megatron.inventory import chunks_of, require_halves, unwrapped
+from moe_ckpt.megatron.inventory import chunks_of, require_halves, unwrap_module
 from moe_ckpt.megatron.optimizers import TORCH_ADAM, leaves, make_state, read_step, slots, write_step
 from moe_ckpt.megatron.world import from_rank_zero, require_groups
 from moe_ckpt.modeling.optimizer_state import STEP
@@ -214,7 +214,7 @@ def _serialization() -> Any:
 
 def _named(chunks: Sequence[nn.Module]) -> list[tuple[str, Any]]:
     """Returns chunks under Megatron's names."""
-    inner = [unwrapped(chunk) for chunk in chunks]
+    inner = [unwrap_module(chunk) for chunk in chunks]
     return [("model", inner[0])] if len(inner) == 1 else [(f"model{at}", chunk) for at, chunk in enumerate(inner)]
 
 

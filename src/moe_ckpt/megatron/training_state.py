@@ -25,7 +25,7 @@ from moe_ckpt.megatron.blocks import BlockPart, Placed, placed_blocks
 from moe_ckpt.megatron.compat import megatron_core
 from moe_ckpt.megatron.inventory import LiveParameter, ModelInventory
 from moe_ckpt.megatron.optimizers import MASTER, StateSlot, make_state, slots, state_tensors
-from moe_ckpt.megatron.world import Block, HeldTensor, Holding, World, exchange, natural
+from moe_ckpt.megatron.world import Block, HeldTensor, Holding, World, exchange, natural_sort_key
 from moe_ckpt.modeling.module_state import Frozen, freeze
 from moe_ckpt.modeling.optimizer_state import STEP
 from moe_ckpt.modeling.watching import Entries, TensorAddresses
@@ -113,7 +113,7 @@ def _abridged(names: Collection[str], every: Iterable[str]) -> list[str]:
 
 
 def _named(names: Collection[str]) -> str:
-    first = sorted(names, key=natural)[:_SHOWN]
+    first = sorted(names, key=natural_sort_key)[:_SHOWN]
     more = f" and {len(names) - len(first)} more" if len(names) > len(first) else ""
     return ", ".join(first) + more
 

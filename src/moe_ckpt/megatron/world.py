@@ -39,7 +39,7 @@ from moe_ckpt.errors import ConfigError, CoverageError, UnsupportedError
 from moe_ckpt.format.sealed import with_tuples
 from moe_ckpt.megatron.compat import megatron_core
 from moe_ckpt.ports import Communicator
-from moe_ckpt.reading.together import by_rank_zero
+from moe_ckpt.reading.collective import on_rank_zero
 
 T = TypeVar("T")
 Block = tuple[tuple[int, ...], tuple[int, ...]]
@@ -133,7 +133,7 @@ class World:
         for name, tensor in self.tensors.items():
             spans.setdefault(tensor.owner, []).append(Span(name))
         operators = [self._operator(owner, tuple(of_owner)) for owner, of_owner in spans.items()]
-        operators.sort(key=lambda operator: natural(operator.id))
+        operators.sort(key=lambda operator: natural_sort_key(operator.id))
         return Catalog(tuple(operators), self.layers, {t.name: t.shape for t in self.tensors.values()})
 
     @cached_property
@@ -278,10 +278,11 @@ def merge(kinds: Sequence[tuple[tuple[int, ...], Holding]]) -> World:
     blocks: dict[str, list[Block]] = {}
     for name, block in holders:
         blocks.setdefault(name, []).append(block)
-    ordered = [layers[name] for name in sorted(layers, key=natural)]
+    ordered = [layers[name] for name in sorted(layers, key=natural_sort_key)]
     return World(
         tensors={
-            name: replace(tensors[name], blocks=tuple(sorted(blocks[name]))) for name in sorted(tensors, key=natural)
+            name: replace(tensors[name], blocks=tuple(sorted(blocks[name])))
+            for name in sorted(tensors, key=natural_sort_key)
         },
         holders={key: tuple(sorted(ranks)) for key, ranks in holders.items()},
         layers=tuple(MoELayer(index, name, experts, top_k) for index, (name, experts, top_k) in enumerate(ordered)),
@@ -291,7 +292,7 @@ def merge(kinds: Sequence[tuple[tuple[int, ...], Holding]]) -> World:
     )
 
 
-def natural(name: str) -> tuple[Any, ...]:
+def natural_sort_key(name: str) -> tuple[Any, ...]:
     """Returns a sort key by which layer 10 comes after layer 9."""
     return tuple((0, int(part), "") if part.isdigit() else (1, 0, part) for part in re.split(r"(\d+)", name))
 
@@ -356,9 +357,9 @@ def is_rank_zero() -> bool:
 
 
 def from_rank_zero(action: Callable[[], T], doing: str, timeout_secs: float = 600.0) -> T:
-    """Returns the result of ``action`` on rank 0 (``by_rank_zero``), before there is a communicator. A collective."""
+    """Returns the result of ``action`` on rank 0 (``on_rank_zero``), before there is a communicator. A collective."""
     comm = make_communicator(timeout_secs)
     try:
-        return by_rank_zero(comm, action, doing)
+        return on_rank_zero(comm, action, doing)
     finally:
         comm.close()

@@ -95,7 +95,7 @@ class FreeSpace:
     def _rooms(self, sizes: Sequence[int], end: int) -> list[Span] | None:
         """Returns free rooms of these sizes below ``end``; None if there are not all of them."""
         rooms: list[Span] = []
-        for nbytes in map(rounded, sizes):
+        for nbytes in map(rounded_room, sizes):
             gaps = _gaps([*self.used, *rooms], end)
             begin = next((low for low, high in gaps if high - low >= nbytes), None)
             if begin is None:
@@ -109,7 +109,7 @@ class FreeSpace:
         Raises:
             ValueError: Another room has some of its bytes, or it begins where none can.
         """
-        span = begin, begin + rounded(nbytes)
+        span = begin, begin + rounded_room(nbytes)
         at = bisect(self.used, span)
         neighbours = self.used[max(0, at - 1) : at + 1]
         if begin < 0 or begin % ALIGNMENT or any(low < span[1] and begin < high for low, high in neighbours):
@@ -118,7 +118,7 @@ class FreeSpace:
 
     def free(self, begin: int, nbytes: int) -> None:
         """Gives a room back. Raises ``ValueError`` if nobody has taken it."""
-        self.used.remove((begin, begin + rounded(nbytes)))
+        self.used.remove((begin, begin + rounded_room(nbytes)))
 
     def gaps(self) -> Iterator[Span]:
         """Yields the free spans below ``end``."""
@@ -135,7 +135,7 @@ def _gaps(used: Sequence[Span], end: int) -> Iterator[Span]:
         yield at, end
 
 
-def rounded(nbytes: int) -> int:
+def rounded_room(nbytes: int) -> int:
     """Returns the bytes that a room for ``nbytes`` takes: up to a 64th more, so that snapshots of nearly the same size
     fit into each other's rooms."""
     grain = max(ALIGNMENT, (1 << max(1, nbytes).bit_length() - 1) // _STEPS_PER_DOUBLING)

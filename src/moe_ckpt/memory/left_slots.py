@@ -17,7 +17,7 @@ import xxhash
 
 from moe_ckpt.memory.files import FoundSlot, newest_first
 from moe_ckpt.memory.slot import forget_starts
-from moe_ckpt.threads import ThreadName, ahead, named_pool
+from moe_ckpt.threads import ThreadName, map_ahead, named_pool
 
 log = logging.getLogger("moe_ckpt")
 
@@ -72,7 +72,7 @@ class SlotChecker:
         try:
             expected = [(data, entry.checksum) for entry, data in candidate.slices()]
             check = partial(self._are_as_written, candidate)
-            return all(ahead(ThreadName.CHECK, READERS, check, _tasks(expected)))
+            return all(map_ahead(ThreadName.CHECK, READERS, check, _tasks(expected)))
         except Exception as error:  # whatever it is, the reader of the slot verifies it
             log.info("%s is not verified ahead of time: %s", candidate.slot.path, error)
             return False

@@ -89,7 +89,7 @@ class BucketOrder:
         if self.why_not is not None:
             return
         parameters = _reduced(self._model)
-        order = None if recorded is None else decoded(recorded, len(parameters))
+        order = None if recorded is None else decode_order(recorded, len(parameters))
         if order is None:
             log.warning(
                 "the checkpoint does not say how DDP's buckets were laid out%s, so the gradients of the first step of "
@@ -121,7 +121,7 @@ class BucketOrder:
                 )
             return
         self._settled = True
-        order = encoded([int(index) for bucket in buckets.split(",") for index in bucket.split()])
+        order = encode_order([int(index) for bucket in buckets.split(",") for index in bucket.split()])
         if self.recorded not in (None, order):
             log.warning(
                 "DDP's buckets are not laid out as they were before: the gradients of steps may differ in their last "
@@ -150,14 +150,14 @@ def _backward_of_zeros(model: DistributedDataParallel, parameters: Sequence[nn.P
         parameter.grad = gradient
 
 
-def encoded(order: Sequence[int]) -> str:
+def encode_order(order: Sequence[int]) -> str:
     """Returns the order as a short text: compressed differences, which repeat from layer to layer."""
     differences = np.diff(np.asarray(order, dtype="<i4"), prepend=np.asarray([0], dtype="<i4"))
     return base64.b64encode(zlib.compress(differences.tobytes())).decode("ascii")
 
 
-def decoded(text: str, parameters: int) -> list[int] | None:
-    """Returns the order that ``encoded`` made ``text`` of; None if it is not of this number of parameters."""
+def decode_order(text: str, parameters: int) -> list[int] | None:
+    """Returns the order that ``encode_order`` made ``text`` of; None if it is not of this number of parameters."""
     size = 4 * parameters
     try:
         packed = base64.b64decode(text, validate=True)

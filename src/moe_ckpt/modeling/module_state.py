@@ -157,7 +157,7 @@ def _of_shared(walk: Walk, added: Mapping[str, Mapping[str, Any]]) -> dict[str, 
     aliases: dict[str, str] = {}
     for name, first, module in walk.shared:
         entries = [*added.get(first, ()), *(["_extra_state"] if id(module) in overriding else [])]
-        aliases.update({joined(name, entry): joined(first, entry) for entry in entries})
+        aliases.update({joined_name(name, entry): joined_name(first, entry) for entry in entries})
     return aliases
 
 
@@ -175,7 +175,7 @@ def _held(walk: Walk) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         for key, buffer in module._buffers.items():
             if buffer is None or key in module._non_persistent_buffers_set:
                 continue
-            name = joined(prefix, key)
+            name = joined_name(prefix, key)
             original = first.setdefault(id(buffer), name)
             if original == name:
                 held[name] = buffer
@@ -184,7 +184,7 @@ def _held(walk: Walk) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
     return held, aliases
 
 
-def joined(prefix: str, name: str) -> str:
+def joined_name(prefix: str, name: str) -> str:
     """Returns the name of what a module has; ``prefix`` is the module's own, empty for the model."""
     return f"{prefix}.{name}" if prefix else name
 

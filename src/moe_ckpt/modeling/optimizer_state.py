@@ -24,7 +24,7 @@ from torch import optim
 from torch.optim import Optimizer
 
 from moe_ckpt.errors import ConfigError, UnsupportedError, optimizer_changed
-from moe_ckpt.format.contents import described
+from moe_ckpt.format.contents import describe_tensor
 from moe_ckpt.format.sealed import FixedStrings
 from moe_ckpt.format.shard import TORCH_DTYPES
 from moe_ckpt.modeling.blocks import block_in, is_dtensor
@@ -137,10 +137,10 @@ def write_groups(optimizer: Optimizer, stored: Sequence[Mapping[str, Any]]) -> N
     for group, entry in zip(optimizer.param_groups, stored, strict=True):
         for key, value in entry.items():
             if key != "params" and key not in IMPLEMENTATION_FLAGS:
-                group[key] = fitted(group.get(key), value)
+                group[key] = fit_stored_value(group.get(key), value)
 
 
-def fitted(current: Any, stored: Any) -> Any:
+def fit_stored_value(current: Any, stored: Any) -> Any:
     """Returns the stored value in the form that this run uses: a tensor stays the same tensor (CUDA graphs hold it)."""
     if isinstance(current, torch.Tensor):
         with torch.no_grad():
@@ -182,7 +182,7 @@ def read_unsliced(index: int, entries: Iterable[Unsliced]) -> dict[str, dict[str
         if is_unsliced(parameter, held):  # it may have got memory since
             value = block_in(held) if held.numel() else held
             same = value.device == parameter.device
-            entry = described(value, f"state {key!r} of {name} in optimizer {index}", on_param_device=same)
+            entry = describe_tensor(value, f"state {key!r} of {name} in optimizer {index}", on_param_device=same)
             descriptions.setdefault(name, {})[key] = entry
     return descriptions
 
@@ -301,7 +301,7 @@ class OptimizerView:
         for owner, _, state in self.states:
             for name, value in state.items():
                 if isinstance(value, torch.Tensor) and not is_state_name(name):
-                    raise unnameable(f"optimizer {index} ({type(self._optimizer).__name__})", owner, name)
+                    raise unnameable_error(f"optimizer {index} ({type(self._optimizer).__name__})", owner, name)
 
     def is_current(self) -> bool:
         """Returns False once groups, the state of a parameter, or a tensor in it came, went or were replaced."""
@@ -331,7 +331,7 @@ def is_state_name(name: object) -> bool:
     return isinstance(name, str) and bool(name) and "/" not in name and f"{name}" == name
 
 
-def unnameable(optimizer: str, parameter: str, name: object) -> UnsupportedError:
+def unnameable_error(optimizer: str, parameter: str, name: object) -> UnsupportedError:
     """Returns the error for a tensor of optimizer state whose name is no ``is_state_name``."""
     return UnsupportedError(
         f"{optimizer} keeps a tensor for parameter {parameter!r} under the name {name!r}. A checkpoint names tensors "

@@ -134,7 +134,7 @@ class TorchTrainingState:
         pretrained_models = {"pretrained": self._pretrained} if self._pretrained else {}
         frozen = {"frozen": self._frozen.names(walk.parameters)}
         module = module_state.read(walk, self._varying)
-        empty = {name: contents.described(p, f"parameter {name!r}") for name, p in walk.unsliced if not p.numel()}
+        empty = {name: contents.describe_tensor(p, f"parameter {name!r}") for name, p in walk.unsliced if not p.numel()}
         unsliced = {"unsliced": empty} if empty else {}
         return {**module, "optimizers": optimizers, **frozen, **pretrained_models, **unsliced}
 

@@ -20,7 +20,7 @@ import torch
 from moe_ckpt.errors import DamagedError, MemoryFullError
 from moe_ckpt.format.shard import MAX_HEADER_BYTES
 from moe_ckpt.format.slot import SlotHeader
-from moe_ckpt.peers.store import HeaderReader, Incoming, ReplicaStore, decoded
+from moe_ckpt.peers.store import HeaderReader, Incoming, ReplicaStore, decode_sent_header
 from moe_ckpt.peers.wire import CHUNK_NBYTES, Link, Wire
 from moe_ckpt.ports import GatedTransfer
 from moe_ckpt.slices.snapshot import SnapshotPart
@@ -214,7 +214,7 @@ class CopyReceiver:
         link, store = self._link, self._store
         raw = self._wire.receive(header_nbytes)
         try:
-            header = decoded(raw, self._run_id, link.generation, link.source, step)
+            header = decode_sent_header(raw, self._run_id, link.generation, link.source, step)
             extents = self._reader.extents(header, f"the copy of rank {link.source}")
             incoming = store.reserve(header, raw, extents, nbytes)
         except DamagedError as error:

@@ -334,7 +334,7 @@ class ReplicaStore:
             self._kept.clear()
 
 
-def decoded(raw: bytes, run_id: str, generation: int, source: int, step: int) -> SlotHeader:
+def decode_sent_header(raw: bytes, run_id: str, generation: int, source: int, step: int) -> SlotHeader:
     """Decodes a header that a source sent.
 
     Args:

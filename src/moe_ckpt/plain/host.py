@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from moe_ckpt.driver.attached import LoopHost, LoopPosition
-from moe_ckpt.driver.changes import Change, batches_of, differing, optimizer_changes, schedules_of
+from moe_ckpt.driver.changes import Change, batches_of, changes_between, optimizer_changes, schedules_of
 from moe_ckpt.driver.host import Stateful, loading_state
 from moe_ckpt.driver.torch_model import TorchHost
 from moe_ckpt.errors import ConfigError
@@ -86,8 +86,8 @@ class PlainHost(LoopHost, TorchHost):
                     generator.set_state(recorded)
         before, now = plain["configured"], self._configured
         changes = list(optimizer_changes(before["optimizers"], now["optimizers"]))
-        changes += differing("schedule ", before["schedules"], now["schedules"], from_checkpoint=False)
-        changes += differing("data loader ", before["batches"], now["batches"], from_checkpoint=False)
+        changes += changes_between("schedule ", before["schedules"], now["schedules"], from_checkpoint=False)
+        changes += changes_between("data loader ", before["batches"], now["batches"], from_checkpoint=False)
         self._configured = {**now, "optimizers": before["optimizers"]}
         self.loop.set_position(int(plain["step"]), plain["counters"])
         self.buckets.recorded = plain["buckets"]

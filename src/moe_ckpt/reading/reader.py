@@ -34,7 +34,7 @@ from moe_ckpt.format.manifest import (
     Part,
     PartRecord,
     StateRecord,
-    composed,
+    compose_manifest,
     parse_step_dir,
     state_path,
     step_of,
@@ -47,12 +47,12 @@ from moe_ckpt.format.tree import decode_tree
 from moe_ckpt.memory.left_slots import READERS
 from moe_ckpt.reading import index as indexing
 from moe_ckpt.reading.index import StoredSlice, TensorIndex
-from moe_ckpt.reading.slices import Use, block, find_damage, read_run, reported, runs_of
+from moe_ckpt.reading.slices import Use, block, find_damage, naming_storage_errors, read_run, runs_of
 from moe_ckpt.reading.step_storage import PATIENCE_SECS, StepStorage, listed_again
-from moe_ckpt.run.documents import each_step, read_commit, read_header, read_part, read_parts, read_sealed
+from moe_ckpt.run.documents import map_steps, read_commit, read_header, read_part, read_parts, read_sealed
 from moe_ckpt.storage import Storage, open_storage
 from moe_ckpt.storage.base import Chunk, ReadableStorage
-from moe_ckpt.threads import ThreadName, ahead
+from moe_ckpt.threads import ThreadName, map_ahead
 
 _HEADER_READERS = 4
 _log = logging.getLogger("moe_ckpt")
@@ -95,7 +95,7 @@ class StoreReader:
         """
         if self._identity is None:
             try:
-                with reported(STORE_NAME):
+                with naming_storage_errors(STORE_NAME):
                     raw = read_sealed(self.storage, STORE_NAME)
                 self._identity = Identity.decode(raw, STORE_NAME)
             except DamagedError as error:
@@ -106,7 +106,7 @@ class StoreReader:
         manifests: dict[tuple[str, str], Manifest] = {}
         for directory in self.directories():
             try:
-                with reported(f"{directory}/{MANIFEST_NAME}"):
+                with naming_storage_errors(f"{directory}/{MANIFEST_NAME}"):
                     manifest = read_commit(self.storage, directory)
             except (DamagedError, StepRemovedError):
                 continue
@@ -141,14 +141,14 @@ class StoreReader:
 
     def _committed(self) -> dict[str, bool]:
         """Returns step directory -> whether it has a manifest, oldest first."""
-        with reported(self.storage.root):
-            return each_step(self.storage, lambda name: self.storage.exists(f"{name}/{MANIFEST_NAME}"))
+        with naming_storage_errors(self.storage.root):
+            return map_steps(self.storage, lambda name: self.storage.exists(f"{name}/{MANIFEST_NAME}"))
 
     def manifest(self, directory: str) -> Manifest:
         """Returns the manifest of a step directory. Raises ``DamagedError`` if it is of another directory or run."""
         if directory not in self._manifests:
             path = f"{directory}/{MANIFEST_NAME}"
-            with reported(path, step_of(directory)):
+            with naming_storage_errors(path, step_of(directory)):
                 manifest = read_commit(self.storage, directory)
             identity = self.identity()
             if manifest.run_id != identity.run_id:
@@ -158,7 +158,7 @@ class StoreReader:
             if manifest.model.fingerprint != identity.fingerprint:
                 raise DamagedError(path, "is of another model than the store", step=manifest.step)
             self.storage.note_opened(manifest)
-            self._manifests[directory] = composed(manifest, read_parts(manifest, self._parts, self._part))
+            self._manifests[directory] = compose_manifest(manifest, read_parts(manifest, self._parts, self._part))
             self.storage.note_opened(self._manifests[directory])
         return self._manifests[directory]
 
@@ -189,13 +189,13 @@ class StoreReader:
         self.verified |= {stored for stored in todo if stored.path in self._in_memory}
 
     def _part(self, record: PartRecord) -> Chunk:
-        with reported(record.path, step_of(record.directory)):
+        with naming_storage_errors(record.path, step_of(record.directory)):
             return read_part(self.storage, record)
 
     def headers(self, manifest: Manifest) -> dict[str, ShardHeader]:
         """Returns the header of every shard that the manifest names, by path."""
         todo = [record for record in manifest.files if record not in self._headers]
-        for _ in ahead(ThreadName.HEADERS, _HEADER_READERS, self.header, todo):
+        for _ in map_ahead(ThreadName.HEADERS, _HEADER_READERS, self.header, todo):
             pass
         headers = {record.path: self._headers[record] for record in manifest.files}
         for record in manifest.files:
@@ -207,7 +207,7 @@ class StoreReader:
     def header(self, record: FileRecord) -> ShardHeader:
         """Returns one shard's header. On any thread."""
         if record not in self._headers:
-            with reported(record.path, record.step, record.rank):
+            with naming_storage_errors(record.path, record.step, record.rank):
                 self._headers[record] = read_header(self.storage, record)
         return self._headers[record]
 
@@ -239,7 +239,7 @@ class StoreReader:
             DamagedError: At the first slice whose bytes are missing or differ from what was written.
         """
         read = functools.partial(read_run, self.storage, verified=self.verified, locked=locked)
-        for pairs in ahead(ThreadName.READ, READERS, read, runs_of(slices)):
+        for pairs in map_ahead(ThreadName.READ, READERS, read, runs_of(slices)):
             yield from pairs
 
     def use_many(self, slices: Iterable[StoredSlice], use: Use) -> None:
@@ -252,7 +252,7 @@ class StoreReader:
             for stored, values in read_run(self.storage, run, self.verified):
                 use(stored, values)
 
-        for _ in ahead(ThreadName.READ, READERS, read_and_use, runs_of(slices)):
+        for _ in map_ahead(ThreadName.READ, READERS, read_and_use, runs_of(slices)):
             pass
 
     def tensor(self, manifest: Manifest, key: str) -> torch.Tensor:
@@ -290,7 +290,7 @@ class StoreReader:
         where = {"step": manifest.step, "rank": record.rank}
         if record.path != state_path(manifest.directory, record.rank):
             raise DamagedError(record.path, f"is not where {manifest.directory} keeps the state", **where)
-        with reported(record.path, **where):
+        with naming_storage_errors(record.path, **where):
             raw = read_sealed(self.storage, record.path)
             if len(raw) != record.nbytes:
                 raise DamagedError(record.path, f"has {len(raw):,} bytes, the manifest says {record.nbytes:,}")

@@ -22,7 +22,7 @@ from moe_ckpt.ports import StateTensor, TensorMeta, TensorSpec, TrainingState
 from moe_ckpt.reading.index import StoredSlice, TensorIndex, overlapping, split_key
 from moe_ckpt.reading.reader import StoreReader
 from moe_ckpt.reading.slices import RUN_NBYTES, block
-from moe_ckpt.slices.copying import say_full
+from moe_ckpt.slices.copying import warn_device_is_full
 
 StoredByKey = Mapping[str, Sequence[StoredSlice]]
 """Tensor key -> its stored slices."""
@@ -186,7 +186,7 @@ def _copy(target: torch.Tensor, source: torch.Tensor, *, non_blocking: bool) -> 
     try:
         target.copy_(source, non_blocking=non_blocking)
     except torch.OutOfMemoryError:
-        say_full()
+        warn_device_is_full()
         order = sorted(range(target.dim()), key=target.stride, reverse=True)
         _copy_runs(target.permute(order), source.to(target.dtype).permute(order))
 

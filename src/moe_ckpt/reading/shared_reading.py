@@ -23,6 +23,7 @@ import xxhash
 
 from moe_ckpt.memory.directory import this_machine
 from moe_ckpt.ports import Communicator, StateTensor
+from moe_ckpt.reading.collective import NotUsableError, on_all_ranks, raise_on_all_ranks
 from moe_ckpt.reading.index import StoredSlice
 from moe_ckpt.reading.reader import StoreReader
 from moe_ckpt.reading.reading_shares import (
@@ -36,8 +37,7 @@ from moe_ckpt.reading.reading_shares import (
     route_of,
 )
 from moe_ckpt.reading.restore import StoredByKey, Targets, needed_slices, targets_of, write_slice, write_targets
-from moe_ckpt.reading.slices import as_values, in_order
-from moe_ckpt.reading.together import NotUsableError, raise_on_all_ranks, together
+from moe_ckpt.reading.slices import as_values, in_file_order
 
 log = logging.getLogger("moe_ckpt")
 
@@ -51,7 +51,7 @@ _NOT_READ = torch.frombuffer(bytearray(b"not read"), dtype=torch.uint8)
 Tensors = Callable[[], Sequence[StateTensor]]
 
 
-def divide(
+def divide_reading(
     comm: Communicator,
     slices: Sequence[StoredSlice],
     needed: Callable[[], Collection[StoredSlice]],
@@ -112,7 +112,7 @@ def _flags(packed: bytes, count: int) -> Flags:
     return np.unpackbits(np.frombuffer(zlib.decompress(packed), dtype=np.uint8), count=count).astype(np.bool_)
 
 
-def hand_on(comm: Communicator, routed: Sequence[tuple[Route, torch.Tensor]]) -> None:
+def exchange_bytes(comm: Communicator, routed: Sequence[tuple[Route, torch.Tensor]]) -> None:
     """Sends and receives bytes along their routes. Every rank that a route names calls this, in the same order.
 
     Args:
@@ -159,8 +159,8 @@ class TensorLoader:
             agrees: As of ``SharedReading``.
         """
         groups = (group for kind in self.kinds for group in kind.values())
-        slices = in_order(stored for group in groups for stored in group if is_stored(stored.path))
-        self.shared = divide(comm, slices, lambda: set(self._needed()), agrees=agrees)
+        slices = in_file_order(stored for group in groups for stored in group if is_stored(stored.path))
+        self.shared = divide_reading(comm, slices, lambda: set(self._needed()), agrees=agrees)
 
     def _needed(self) -> Iterator[StoredSlice]:
         parameters = None if self._parameters is None else self._parameters()
@@ -283,7 +283,7 @@ class SharedReading:
             action()
             return
         try:
-            together(self._comm, action)
+            on_all_ranks(self._comm, action)
         except NotUsableError as error:
             raise_on_all_ranks(self._comm, error, directory)
 
@@ -355,7 +355,7 @@ class _Handing:
             if part.reader == self._comm.rank:
                 is_read = self.attempt(partial(self._read, part, data))
                 data[-len(_NOT_READ) :] = torch.zeros_like(_NOT_READ) if is_read else _NOT_READ
-        hand_on(self._comm, [(part.route, data) for part, data in zip(parts, memory, strict=True)])
+        exchange_bytes(self._comm, [(part.route, data) for part, data in zip(parts, memory, strict=True)])
         for part, data in zip(parts, memory, strict=True):
             self._write(part, data)
 

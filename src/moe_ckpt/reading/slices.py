@@ -16,7 +16,7 @@ from moe_ckpt.memory.left_slots import READERS
 from moe_ckpt.memory.mapping import page_locked
 from moe_ckpt.reading.index import StoredSlice
 from moe_ckpt.storage.base import ReadableStorage
-from moe_ckpt.threads import ThreadName, ahead
+from moe_ckpt.threads import ThreadName, map_ahead
 
 BadSlice = DamagedError | StoreUnreadableError
 Use = Callable[[StoredSlice, torch.Tensor], None]
@@ -67,7 +67,7 @@ def find_damage(
         StoreForbiddenError: This user may not read a file.
         StepRemovedError: The step was removed meanwhile, if ``storage`` can tell.
     """
-    for run, errors in ahead(ThreadName.READ, READERS, partial(_check_run, storage), runs_of(slices)):
+    for run, errors in map_ahead(ThreadName.READ, READERS, partial(_check_run, storage), runs_of(slices)):
         yield from zip(run, errors, strict=True)
 
 
@@ -107,13 +107,13 @@ def _compare(stored: StoredSlice, actual: int) -> None:
 
 
 def _read(storage: ReadableStorage, stored: StoredSlice, offset: int, nbytes: int) -> bytearray | memoryview:
-    with reported(stored.path, stored.file.step, stored.file.rank):
+    with naming_storage_errors(stored.path, stored.file.step, stored.file.rank):
         raw = storage.read(stored.path, offset, nbytes)
     return bytearray(raw) if isinstance(raw, bytes) else raw
 
 
 @contextlib.contextmanager
-def reported(path: str, step: int | None = None, rank: int | None = None) -> Iterator[None]:
+def naming_storage_errors(path: str, step: int | None = None, rank: int | None = None) -> Iterator[None]:
     """Turns errors of storage into errors that name ``path``, its step and rank.
 
     It keeps damage, for which an older checkpoint is taken, apart from a refused permission or a dead network.
@@ -143,7 +143,7 @@ def _cause(error: OSError) -> str:
     return error.strerror or str(error) or type(error).__name__
 
 
-def in_order(slices: Iterable[StoredSlice]) -> list[StoredSlice]:
+def in_file_order(slices: Iterable[StoredSlice]) -> list[StoredSlice]:
     """Returns slices, each once, in the order of the files: the same on every rank."""
     return sorted(set(slices), key=lambda stored: (stored.path, stored.offset, stored.nbytes))
 
@@ -152,7 +152,7 @@ def runs_of(slices: Iterable[StoredSlice]) -> Iterator[list[StoredSlice]]:
     """Yields slices that follow each other in one file, in file order, as lists of ``RUN_NBYTES`` or one slice."""
     run: list[StoredSlice] = []
     nbytes = 0
-    for stored in in_order(slices):
+    for stored in in_file_order(slices):
         joins = run and run[-1].path == stored.path and run[-1].offset + run[-1].nbytes == stored.offset
         if run and not (joins and nbytes + stored.nbytes <= RUN_NBYTES):
             yield run

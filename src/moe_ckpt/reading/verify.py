@@ -13,7 +13,7 @@ from moe_ckpt.format.run_records import FINISHED_NAME, Finished
 from moe_ckpt.format.shard import ShardHeader
 from moe_ckpt.reading.index import StoredSlice, prove
 from moe_ckpt.reading.reader import StoreReader, require_states
-from moe_ckpt.reading.slices import BadSlice, find_damage, reported
+from moe_ckpt.reading.slices import BadSlice, find_damage, naming_storage_errors
 from moe_ckpt.run.documents import read_sealed
 from moe_ckpt.storage.base import ReadableStorage
 from moe_ckpt.threads import ThreadName, named_pool
@@ -123,7 +123,7 @@ def _check_finished(storage: ReadableStorage, findings: _Findings) -> None:
     """Checks ``finished.json``, which no step needs, where a run has left one."""
     if storage.exists(FINISHED_NAME):
         try:
-            with reported(FINISHED_NAME):
+            with naming_storage_errors(FINISHED_NAME):
                 Finished.decode(read_sealed(storage, FINISHED_NAME), FINISHED_NAME)
         except (DamagedError, StoreUnreadableError) as error:
             findings.add(error, ())

@@ -21,6 +21,7 @@ from moe_ckpt.errors import ConfigError, NotFiniteError
 from moe_ckpt.format.manifest import Manifest, state_path
 from moe_ckpt.notices import announce
 from moe_ckpt.ports import Communicator, StateTensor, TrainingState
+from moe_ckpt.reading.collective import NotUsableError, on_all_ranks, on_all_ranks_with_maximum
 from moe_ckpt.reading.index import StoredSlice, split_key
 from moe_ckpt.reading.memory.memory_shares import LeftBehind
 from moe_ckpt.reading.memory.slot_storage import OpenedMemory, Span
@@ -35,7 +36,6 @@ from moe_ckpt.reading.restore import (
     require_fitting,
 )
 from moe_ckpt.reading.shared_reading import TensorLoader
-from moe_ckpt.reading.together import NotUsableError, together, together_and_most
 from moe_ckpt.recovery.recovery_plan import ABSENT, Inventory, RecoveryPlan, plan_recovery
 from moe_ckpt.recovery.replay import StepReplay
 from moe_ckpt.storage.base import Storage
@@ -178,8 +178,8 @@ class StorageSource(TensorLoader):
             NotUsableError: On every rank, if it failed on any.
         """
         self.share(comm)
-        together(comm, self.verify)
-        together(comm, self.prepare_and_write)
+        on_all_ranks(comm, self.verify)
+        on_all_ranks(comm, self.prepare_and_write)
 
     def prepare(self) -> Sequence[StateTensor]:
         """Creates the optimizer state that the checkpoint has, and returns the live tensors.
@@ -200,7 +200,7 @@ class StorageSource(TensorLoader):
         self.write(self.prepare)
 
 
-def planned(reader: StoreReader, manifest: Manifest, opened: OpenedMemory | None = None) -> RecoveryPlan:
+def plan_sources(reader: StoreReader, manifest: Manifest, opened: OpenedMemory | None = None) -> RecoveryPlan:
     """Returns which operators of a checkpoint come from memory of this node, of other nodes, and from storage.
 
     An operator counts for the farthest place that something of it comes from.
@@ -318,9 +318,11 @@ class Recovery:
             NotUsableError: Some rank cannot use it.
         """
         comm = self.comm
-        restored, storage = together(comm, lambda: opening(self, self.reader, self.reader.manifest(directory)))
-        plan = planned(self.reader, restored.manifest)
-        say_plan(comm, plan)
+        restored, storage = on_all_ranks(
+            comm, lambda: opening_checkpoint(self, self.reader, self.reader.manifest(directory))
+        )
+        plan = plan_sources(self.reader, restored.manifest)
+        announce_plan(comm, plan)
         restored = replace(restored, plan=plan, planned_unix_secs=time.time())
         storage.load(comm)
         return restored
@@ -331,27 +333,27 @@ class Recovery:
         A return from a rank's own memory spends most of its time in waits for other ranks, so there are few.
         """
         comm, make = self.comm, opener()
-        (opened, spans, along, ready), asked = together_and_most(comm, lambda: self._proven(make()))
+        (opened, spans, along, ready), asked = on_all_ranks_with_maximum(comm, lambda: self._proven(make()))
         received = opened.slots.fetch(spans) if asked else 0
         if along is not None:
             return along.go(received)
         log.info("rank %d received %s of what memory elsewhere holds", comm.rank, human_bytes(received))
         divides = asked == _OF_STORAGE
         if asked or ready is None:
-            restored, source = together(comm, lambda: ready or self._opened(opened, verifies=not divides))
+            restored, source = on_all_ranks(comm, lambda: ready or self._opened(opened, verifies=not divides))
         else:
             restored, source = ready
         if divides:
             source.share(comm, lambda path: path not in opened.slots.files)
-            together(comm, lambda: None if ready else source.verify())
-        say_plan(comm, restored.plan)
-        together(comm, source.prepare_and_write)
+            on_all_ranks(comm, lambda: None if ready else source.verify())
+        announce_plan(comm, restored.plan)
+        on_all_ranks(comm, source.prepare_and_write)
         return restored
 
     def _opened(self, opened: OpenedMemory, *, verifies: bool) -> tuple[Restored, StorageSource]:
         """Opens a checkpoint, plans, and verifies what this rank reads of it, if ``verifies``. Changes nothing."""
-        restored, source = opening(self, opened.reader, opened.manifest)
-        restored = restored.out_of(opened, planned(opened.reader, opened.manifest, opened))
+        restored, source = opening_checkpoint(self, opened.reader, opened.manifest)
+        restored = restored.out_of(opened, plan_sources(opened.reader, opened.manifest, opened))
         if verifies:
             source.verify()
         return restored, source
@@ -407,7 +409,7 @@ def plain_spans(reader: StoreReader, slots: Iterable[Manifest], ranks: Collectio
         yield from (stored.span for stored in reader.index(slot).side.values() if stored.file.rank in ranks)
 
 
-def opening(recovery: Recovery, reader: StoreReader, manifest: Manifest) -> tuple[Restored, StorageSource]:
+def opening_checkpoint(recovery: Recovery, reader: StoreReader, manifest: Manifest) -> tuple[Restored, StorageSource]:
     """Opens the checkpoint, if this run can resume from it. Changes nothing, and reads no slice."""
     if manifest.not_finite:
         raise NotFiniteError(manifest.directory, manifest.not_finite)
@@ -434,7 +436,7 @@ def rank_of_state(manifest: Manifest, rank: int) -> int:
     return rank % manifest.world_size
 
 
-def say_plan(comm: Communicator, plan: RecoveryPlan | None) -> None:
+def announce_plan(comm: Communicator, plan: RecoveryPlan | None) -> None:
     """Announces, on rank 0, what comes from where; logs a plan with one source and one step, for "resumed at ..." says
     as much."""
     if comm.rank == 0 and plan is not None:

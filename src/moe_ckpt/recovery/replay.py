@@ -161,18 +161,18 @@ def require_repeated(step: int, parts: Iterable[Repeated], recorded: Plain, capt
         except (LookupError, TypeError) as error:
             problem = f"{name} was not recorded ({type(error).__name__}: {error})"
             raise ReplayDivergedError(step, problem, changed) from error
-        if not same_plain(before, part(captured)):
+        if not are_plain_states_equal(before, part(captured)):
             raise ReplayDivergedError(step, f"{name} differs from what was recorded", changed)
 
 
-def same_plain(one: Any, other: Any) -> bool:
+def are_plain_states_equal(one: Any, other: Any) -> bool:
     """Returns whether two values of plain state are equal, tensors and arrays to the last bit."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
         return one.dtype == other.dtype and torch.equal(one.cpu(), other.cpu())
     if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(same_plain(one[key], other[key]) for key in one)
+        return one.keys() == other.keys() and all(are_plain_states_equal(one[key], other[key]) for key in one)
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
-        return len(one) == len(other) and all(map(same_plain, one, other))
+        return len(one) == len(other) and all(map(are_plain_states_equal, one, other))
     if isinstance(one, (torch.Tensor, Mapping, list, tuple)) or isinstance(other, (torch.Tensor, Mapping, list, tuple)):
         return False
     equal = one == other

@@ -22,6 +22,15 @@ from moe_ckpt.format.manifest import KEEP_NAME, Manifest, age_of
 from moe_ckpt.format.shard import TORCH_DTYPES
 from moe_ckpt.notices import announce
 from moe_ckpt.ports import Communicator, StateTensor, TrainingState
+from moe_ckpt.reading.collective import (
+    DIVERGED,
+    STOPS,
+    UNREAD,
+    NotUsableError,
+    on_all_ranks,
+    on_rank_zero,
+    raise_on_all_ranks,
+)
 from moe_ckpt.reading.index import split_key
 from moe_ckpt.reading.memory.memory_checkpoints import MemoryCheckpoints, say_kept
 from moe_ckpt.reading.memory.memory_shares import checkpoints_of, left_behind
@@ -29,15 +38,6 @@ from moe_ckpt.reading.reader import StoreReader, require_dense
 from moe_ckpt.reading.restore import require_fitting
 from moe_ckpt.reading.shared_reading import TensorLoader
 from moe_ckpt.reading.step_storage import PATIENCE_SECS
-from moe_ckpt.reading.together import (
-    DIVERGED,
-    STOPS,
-    UNREAD,
-    NotUsableError,
-    by_rank_zero,
-    raise_on_all_ranks,
-    together,
-)
 from moe_ckpt.recovery.executing import Admits, Opener, OpenLog, Recovery, Restored, StorageSource, open_dense
 from moe_ckpt.recovery.recovery_plan import first_choice
 from moe_ckpt.run.documents import end_reading_ahead
@@ -109,7 +109,7 @@ def resume_newest(
     has_slots = tier is not None and (tier.outlives_process or any(largest(comm, [bool(tier.left_slots.slots)])))
     memory = None if tier is None or not has_slots else MemoryCheckpoints(comm, tier, reader)
     listing = f"list the store {reader.storage.root}"
-    directories = memory.stored if memory is not None else by_rank_zero(comm, reader.directories, listing)
+    directories = memory.stored if memory is not None else on_rank_zero(comm, reader.directories, listing)
     steps = [share.step for share in memory.shares] if memory is not None and tier and tier.outlives_process else []
     passed_over = _PassedOver(comm)
     attempt = None if memory is None or in_part is None else in_part(recovery, memory)
@@ -295,7 +295,7 @@ def _keep_unread(storage: Storage, comm: Communicator, unread: Sequence[str], ta
         for directory in unread:
             write_named(storage, f"{directory}/{KEEP_NAME}", [_KEEP_TEXT])
 
-    by_rank_zero(comm, keep, f"keep {', '.join(unread)}")
+    on_rank_zero(comm, keep, f"keep {', '.join(unread)}")
     if comm.rank == 0:
         announce(
             "resuming from %s: the newer %s could not be read, and on_read_error='fallback' is set. They are kept; "
@@ -374,7 +374,7 @@ def load_step(
         require_fitting(reader, manifest, state, None if model_only else restored.plain.get("plain"))
         return reader, restored
 
-    reader, restored = together(comm, fitting)
+    reader, restored = on_all_ranks(comm, fitting)
     StorageSource(reader, restored.manifest, state, weights_only=model_only).load(comm)
     return reader, restored
 
@@ -405,5 +405,5 @@ def whole_tensors(comm: Communicator, reader: StoreReader, manifest: Manifest) -
             for key, whole in tensors.items()
         ]
 
-    together(comm, lambda: loader.write(made))
+    on_all_ranks(comm, lambda: loader.write(made))
     return tensors

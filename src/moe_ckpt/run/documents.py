@@ -20,7 +20,7 @@ from moe_ckpt.format.manifest import (
     Manifest,
     Part,
     PartRecord,
-    composed,
+    compose_manifest,
     parse_step_dir,
     shard_path,
     step_of,
@@ -31,7 +31,7 @@ from moe_ckpt.format.shard import MAX_HEADER_BYTES, ShardHeader, decode_header
 from moe_ckpt.ports import Communicator
 from moe_ckpt.storage.base import Chunk, ReadableStorage, Storage, split_path
 from moe_ckpt.storage.local import LocalStorage
-from moe_ckpt.threads import ThreadName, ahead, named_thread
+from moe_ckpt.threads import ThreadName, map_ahead, named_thread
 
 log = logging.getLogger("moe_ckpt")
 
@@ -47,7 +47,7 @@ _warned_of: set[tuple[str, str]] = set()
 """(root, name) of the links for which this process has logged a warning."""
 
 
-def each_step(storage: ReadableStorage, look: Callable[[str], Description]) -> dict[str, Description]:
+def map_steps(storage: ReadableStorage, look: Callable[[str], Description]) -> dict[str, Description]:
     """Returns step directory -> result of ``look``, ordered by (generation, step).
 
     A symbolic link with the name of a step that leads out of the store is skipped, with one warning per process.
@@ -112,7 +112,7 @@ def read_manifest(storage: ReadableStorage, directory: str, cached_parts: Mutabl
         DamagedError, FormatVersionError, FileNotFoundError, OSError: as ``read_commit`` and ``read_part``.
     """
     manifest = read_commit(storage, directory)
-    return composed(manifest, read_parts(manifest, cached_parts, lambda record: read_part(storage, record)))
+    return compose_manifest(manifest, read_parts(manifest, cached_parts, lambda record: read_part(storage, record)))
 
 
 def read_parts(
@@ -132,7 +132,7 @@ def read_parts(
         DamagedError, OSError: Of the first such part in the manifest's order; no further part is read then.
     """
     todo = [record for record in manifest.parts if record not in cached_parts]
-    for record, raw in zip(todo, ahead(ThreadName.PARTS, _READERS, read, todo), strict=True):
+    for record, raw in zip(todo, map_ahead(ThreadName.PARTS, _READERS, read, todo), strict=True):
         try:
             cached_parts[record] = Part.decode(raw, record.path)
         except DamagedError as error:
@@ -266,7 +266,7 @@ def end_reading_ahead() -> None:
 def _read_ahead(dirpath: str, stop: threading.Event) -> None:
     try:
         storage, rank = LocalStorage(dirpath), int(os.environ.get("RANK", "0"))
-        steps = each_step(storage, lambda name: storage.exists(f"{name}/{MANIFEST_NAME}"))
+        steps = map_steps(storage, lambda name: storage.exists(f"{name}/{MANIFEST_NAME}"))
         newest = next((name for name in reversed(steps) if steps[name]), None)
         if newest is None or stop.is_set():
             return

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, TypedDict
 
-from moe_ckpt.core.user_text import nearest, parse_bytes, parse_secs
+from moe_ckpt.core.user_text import parse_bytes, parse_secs, suggest_name
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.ledger.retention import RetentionPolicy
 from moe_ckpt.memory.options import Memory
@@ -260,7 +260,7 @@ def _hint(name: str, names: Sequence[str]) -> str:
         return f"it is an option of the policy: policy={owner}({name}=...)"
     if name in (option.name for option in fields(RetentionPolicy)):
         return f"it is an option of the retention: retention=RetentionPolicy({name}=...)"
-    return nearest(name, names)
+    return suggest_name(name, names)
 
 
 def require_choice(name: str, value: object, choices: tuple[str, ...]) -> None:

@@ -227,7 +227,7 @@ class Planner:
         if needs.windows or not plan.gradients or not live.coupled:
             return plan
         anchored = frozenset(plan.full)
-        return anchoring(plan, anchored.union(*(group for group in live.coupled if not group.isdisjoint(anchored))))
+        return with_anchors(plan, anchored.union(*(group for group in live.coupled if not group.isdisjoint(anchored))))
 
     def is_tight(self, plan: SnapshotPlan) -> bool:
         """Returns whether host memory lacks room for two windows such as the one that a plan begins; equal on every
@@ -275,7 +275,7 @@ def gradient_factor(plan: SnapshotPlan, sizes: Mapping[str, OperatorBytes]) -> f
     return whole / sent if sent else None
 
 
-def anchoring(plan: SnapshotPlan, operators: Collection[str]) -> SnapshotPlan:
+def with_anchors(plan: SnapshotPlan, operators: Collection[str]) -> SnapshotPlan:
     """Returns the plan with those of ``operators`` in full of which it has the gradients: an optimizer couples them
     with anchored ones, or they lack an anchor."""
     moved = tuple(op for op in plan.gradients if op in operators)

@@ -103,7 +103,7 @@ class InFlight:
         return self.identity.step
 
 
-def places(catalog: Catalog, operators: Sequence[str]) -> Counts:
+def expert_indices(catalog: Catalog, operators: Sequence[str]) -> Counts:
     """Returns ``[n, 2]``: ``(layer, expert)`` of the experts among ``operators``."""
     if operators is catalog.everything:
         return catalog.all_experts
@@ -370,7 +370,7 @@ class RunLedger:
             going[Tier.PEER] = [snapshot for snapshot in going[Tier.HOST] if snapshot.contents.to_peers]
         everything, expected, chosen_at = self.catalog.everything, {}, {}
         for tier, snapshots in going.items():
-            arriving = [(places(self.catalog, one.contents.brings(tier, everything)), one) for one in snapshots]
+            arriving = [(expert_indices(self.catalog, one.contents.brings(tier, everything)), one) for one in snapshots]
             expected[tier] = self.tokens.expecting([(experts, one.applied) for experts, one in arriving], tier)
             chosen_at[tier] = self.ledger.expert_steps(tier)
             for experts, snapshot in arriving:

@@ -23,13 +23,13 @@ from moe_ckpt.errors import (
 )
 from moe_ckpt.format.manifest import MANIFEST_NAME, PART_NAME, STORE_NAME, parse_step_dir
 from moe_ckpt.format.run_records import Identity
+from moe_ckpt.reading.collective import on_rank_zero
 from moe_ckpt.reading.reader import StoreReader
-from moe_ckpt.reading.together import by_rank_zero
 from moe_ckpt.run.context import RunContext
 from moe_ckpt.run.documents import read_header, read_manifest
 from moe_ckpt.slices.snapshot import write_named
 from moe_ckpt.storage.base import ReadableStorage, Storage
-from moe_ckpt.tiers.host_memory import leave, open_memory
+from moe_ckpt.tiers.host_memory import keep_for_next_session, open_memory
 
 log = logging.getLogger("moe_ckpt")
 
@@ -65,7 +65,7 @@ def open_store(run: RunContext) -> tuple[str, int, StoreKeeper | None]:
             raise StoreUnwritableError(f"the store {run.storage.root} cannot be opened: {error}") from error
         return run_id, generation
 
-    run_id, generation = by_rank_zero(run.comm, opened, "open the store")
+    run_id, generation = on_rank_zero(run.comm, opened, "open the store")
     return run_id, generation, keeper
 
 
@@ -190,5 +190,5 @@ def open_pipeline(run: RunContext) -> Pipeline:
             _note(run.storage, tier.generation)
         return Pipeline(run, tier, None if keeper is None else Committer(run, keeper))
     except BaseException:
-        leave(tier, run.storage.root, keep=True)  # no pipeline will
+        keep_for_next_session(tier, run.storage.root, keep=True)  # no pipeline will
         raise

@@ -18,8 +18,8 @@ from moe_ckpt.policies.base import needs_of
 from moe_ckpt.run.agreement import StepConsensus
 from moe_ckpt.run.context import RunContext
 from moe_ckpt.run.events import SnapshotBegan, SnapshotEnded, StepRecord
-from moe_ckpt.run.planning import LiveState, Planner, anchoring, gradient_factor
-from moe_ckpt.run.run_ledger import InFlight, places
+from moe_ckpt.run.planning import LiveState, Planner, gradient_factor, with_anchors
+from moe_ckpt.run.run_ledger import InFlight, expert_indices
 from moe_ckpt.session.backlog import Backlog
 from moe_ckpt.session.bookkeeping import Bookkeeper
 from moe_ckpt.slices.snapshot import Encode, Snapshot, plain_of
@@ -124,12 +124,14 @@ class Snapshotter:
         """
         everything, planned = self._run.catalog.everything, {*plan.full, *plan.gradients}
         if edited:
-            return SnapshotPlan(plan.step, everything) if planned.issuperset(everything) else anchoring(plan, planned)
+            return (
+                SnapshotPlan(plan.step, everything) if planned.issuperset(everything) else with_anchors(plan, planned)
+            )
         if self._since(plan.full, plan.gradients) is not None:
             return plan
         if not self._leaves_out:
             return SnapshotPlan(plan.step, everything)
-        return anchoring(plan, self.booking.anchors.without_anchor(plan.gradients))
+        return with_anchors(plan, self.booking.anchors.without_anchor(plan.gradients))
 
     def _since(self, anchored: tuple[str, ...], gradients: tuple[str, ...]) -> int | None:
         number = self.pipeline.next_number
@@ -184,7 +186,7 @@ class Snapshotter:
             begun=True,
             waited=snapshot.waited,
             nbytes=snapshot.nbytes,
-            experts_saved=len(places(self._run.catalog, snapshot.contents.full)),
+            experts_saved=len(expert_indices(self._run.catalog, snapshot.contents.full)),
             frozen_nbytes=sum(part.frozen_nbytes for part in snapshot.written),
             window=0 if plan.window is None else plan.window.size,
             slot=plan.slot,

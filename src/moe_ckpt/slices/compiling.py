@@ -23,7 +23,7 @@ import numpy as np
 from moe_ckpt.core.operators import Catalog
 from moe_ckpt.core.placement import Placement
 from moe_ckpt.core.step import Contents, PeerPart
-from moe_ckpt.format.shard import ALIGNMENT, GRADIENT, SliceEntry, head_of, moved, require_distinct
+from moe_ckpt.format.shard import ALIGNMENT, GRADIENT, SliceEntry, head_of, require_distinct, with_byte_range
 from moe_ckpt.ledger.coverage import PRIME, Box
 from moe_ckpt.ports import StateTensor, TensorSpec
 from moe_ckpt.slices.assignment import ComputeTypes, Sharder, WriteAssignment
@@ -115,7 +115,7 @@ class CompiledPart:
     def side_entries(self) -> list[SliceEntry]:
         """Returns the slices that ``side`` names, each with its byte range."""
         numbered = zip(self.side, self.given_side, strict=True)
-        return [moved(entry, int(self.ends[at]) - entry.nbytes) for at, entry in numbered]
+        return [with_byte_range(entry, int(self.ends[at]) - entry.nbytes) for at, entry in numbered]
 
     def release(self) -> None:
         """Drops all references to live tensors, once the copy is done."""

@@ -20,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from moe_ckpt.format.shard import TORCH_DTYPES, SliceEntry, moved
+from moe_ckpt.format.shard import TORCH_DTYPES, SliceEntry, with_byte_range
 from moe_ckpt.memory.mapping import LOCK_NBYTES
 from moe_ckpt.ports import GatedTransfer, TransferGate
 from moe_ckpt.slices.cuts import (
@@ -78,7 +78,9 @@ class CopyProgram:
         if at_once:
             now = np.array([shelf.entries[number].key in at_once for number in numbers.tolist()], dtype=bool)
             early = zip(numbers[now].tolist(), begins[now].tolist(), strict=True)
-            self.at_once = [(moved(shelf.entries[number], begin), shelf.source(number)) for number, begin in early]
+            self.at_once = [
+                (with_byte_range(shelf.entries[number], begin), shelf.source(number)) for number, begin in early
+            ]
             numbers, table, begins = numbers[~now], table[~now], begins[~now]
         self._numbers, self._table, self._begins = numbers, table, begins
         self._watched = ascending(table[:, BLOCK], len(shelf.blocks))
@@ -96,7 +98,7 @@ class CopyProgram:
 
     def versions(self) -> Numbers:
         """Returns how often each tensor that is copied was written to."""
-        return versions(self._blocks)
+        return write_counts(self._blocks)
 
     @cached_property
     def _blocks(self) -> list[torch.Tensor]:
@@ -104,7 +106,7 @@ class CopyProgram:
         return [self._shelf.blocks[at] for at in self._watched.tolist()]
 
     def changed_since(self, before: Numbers) -> Iterator[str]:
-        """Yields the keys of what is copied from tensors that were written to since ``before`` (of ``versions``)."""
+        """Yields the keys of tensors to copy that were written to since ``before`` (of ``write_counts``)."""
         places = np.flatnonzero(self.versions() != before)
         if len(places):
             is_copied = np.isin(self._table[:, BLOCK], self._watched[places])
@@ -191,7 +193,7 @@ class CopyStep:
                 try:
                     sources = (torch.cat(sources),)
                 except torch.OutOfMemoryError:
-                    say_full()
+                    warn_device_is_full()
             for source in sources:
                 end = begin + source.numel() * self.dtype.itemsize
                 transfer(source, into[begin:end], self.dtype, self.shape or (-1,))
@@ -203,7 +205,7 @@ class CopyStep:
 
 
 @cache
-def say_full() -> None:
+def warn_device_is_full() -> None:
     """Warns, once, that a device has no memory for copies to begin or to end in."""
     log.warning(
         "the GPU has no memory left, not even a few MB to gather small tensors in: they are copied one by one, and "
@@ -211,7 +213,7 @@ def say_full() -> None:
     )
 
 
-def versions(tensors: Sequence[torch.Tensor]) -> Numbers:
+def write_counts(tensors: Sequence[torch.Tensor]) -> Numbers:
     """Returns how often each tensor was written to, as far as torch counts that."""
     with torch._C.DisableTorchFunction():  # a default device would run Python for each
         return np.fromiter(map(_VERSION, tensors), np.int64, len(tensors))
@@ -286,7 +288,7 @@ def transfer(source: torch.Tensor, memory: torch.Tensor, dtype: torch.dtype, sha
         for begin, end in zip([0, *ends], [*ends, memory.numel()], strict=True):
             memory[begin:end].view(dtype).copy_(flat[begin // width : end // width], non_blocking=True)
     except torch.OutOfMemoryError:
-        say_full()
+        warn_device_is_full()
         memory.view(dtype).view(tuple(shape)).copy_(_on_host(source))
 
 
@@ -304,7 +306,7 @@ def _lock_ends(memory: torch.Tensor) -> list[int]:
     return list(range(before, memory.numel(), LOCK_NBYTES))
 
 
-def target(entry: SliceEntry, memory: torch.Tensor) -> torch.Tensor:
+def slice_view(entry: SliceEntry, memory: torch.Tensor) -> torch.Tensor:
     """Returns the bytes of a slice in a part's memory, as a tensor of its type and shape."""
     return memory[entry.begin : entry.end].view(TORCH_DTYPES[entry.dtype]).view(entry.shape)
 
@@ -466,11 +468,11 @@ class Copier:
     def _copy(self, moves: Sequence[Move], copy: Copy) -> torch.cuda.Event | None:
         admitted = moves if copy.transfer is None else self._admitted(moves, copy.transfer)
         if copy.ready is None or self._stream is None:
-            carry_out(admitted)
+            run_copy_steps(admitted)
             return None
         with torch.cuda.stream(self._stream):
             self._stream.wait_event(copy.ready)
-            carry_out(admitted)
+            run_copy_steps(admitted)
             done = torch.cuda.Event(blocking=True, enable_timing=True)  # type: ignore[no-untyped-call]
             done.record(self._stream)
         return done
@@ -504,7 +506,7 @@ def _pieces(jobs: Sequence[Job]) -> Iterator[tuple[list[Move], _Position]]:
 
 
 @torch.no_grad()
-def carry_out(moves: Iterable[Move]) -> None:
+def run_copy_steps(moves: Iterable[Move]) -> None:
     """Runs steps one after the other; from a device on its current stream."""
     for step, memory in moves:
         step.run(memory)

@@ -401,7 +401,7 @@ class ExpectedShare:
         return [(tensor, _MOMENTS * tensor.local.numel() * itemsize(gradient)) for tensor, _, gradient in updated]
 
 
-def roughly(specs: Iterable[TensorSpec]) -> int:
+def estimate_checkpoint_bytes(specs: Iterable[TensorSpec]) -> int:
     """Returns the bytes of a complete checkpoint of all ranks with Adam's moments, and with master weights for
     parameters whose gradients are of another type.
 

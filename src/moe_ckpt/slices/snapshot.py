@@ -35,7 +35,7 @@ from moe_ckpt.format.sealed import digest, encode_document
 from moe_ckpt.format.shard import Checksums, SliceEntry, dtype_name, seal_of
 from moe_ckpt.format.tree import encode_tree
 from moe_ckpt.ledger.coverage import PRIME, Box
-from moe_ckpt.ledger.freshness import FRESH, STALE, UNKNOWN, LastChecksums, of_all
+from moe_ckpt.ledger.freshness import FRESH, STALE, UNKNOWN, LastChecksums, combined_freshness
 from moe_ckpt.memory.arena import Buffer
 from moe_ckpt.slices.checksums import Checker, judged_in
 from moe_ckpt.slices.compiling import GRADIENTS, CompiledPart, CompiledPlan
@@ -316,7 +316,7 @@ class FreshnessWatch:
         """
         updates, window = snapshot.facts.updates, snapshot.contents.window
         parts = [(part.compiled, part.checksums) for part in snapshot.sealed or () if part.compiled.cuts]
-        verdict = of_all(
+        verdict = combined_freshness(
             self._checksums.seal(part.shelved, part.slices, checksums, updates)
             for part, checksums in parts
             if part.kind != GRADIENTS
@@ -328,7 +328,7 @@ class FreshnessWatch:
         consumed = any(part.kind == GRADIENTS for part, _ in parts)
         if window is None:
             return UNKNOWN if consumed and verdict == STALE else verdict
-        self._of_window = verdict if window.slot == 0 else of_all((self._of_window, verdict))
+        self._of_window = verdict if window.slot == 0 else combined_freshness((self._of_window, verdict))
         return self._of_window if window.is_last or self._of_window == FRESH else UNKNOWN
 
 

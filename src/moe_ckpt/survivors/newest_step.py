@@ -46,7 +46,7 @@ from moe_ckpt.run.context import RunContext
 from moe_ckpt.session.snapshotting import Snapshotter
 from moe_ckpt.slices.checksums import checksums_of
 from moe_ckpt.slices.compiling import CompiledPart
-from moe_ckpt.slices.copying import target
+from moe_ckpt.slices.copying import slice_view
 from moe_ckpt.slices.cuts import no_cuts
 from moe_ckpt.slices.snapshot import Encode, Plain, Snapshot, state_file
 from moe_ckpt.threads import TaskThread, ThreadName
@@ -403,7 +403,7 @@ class StateKeeper:
         slot = files.make(max(1, part.nbytes))
         try:
             for entry, (_, tensor) in zip(part.side_entries(), side, strict=True):
-                target(entry, slot.memory).copy_(tensor)
+                slice_view(entry, slot.memory).copy_(tensor)
             parts: tuple[SlotPart, ...] = ()
             if part.nbytes:
                 seal = seal_of(step, generation, checksums_of(part, slot.memory[: part.nbytes]))

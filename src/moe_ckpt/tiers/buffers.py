@@ -18,7 +18,7 @@ from typing import TypeVar
 import torch
 
 from moe_ckpt.errors import HostMemoryError
-from moe_ckpt.memory.arena import ALIGNMENT, Arena, Buffer, rounded
+from moe_ckpt.memory.arena import ALIGNMENT, Arena, Buffer, rounded_room
 from moe_ckpt.memory.files import MemoryFiles
 from moe_ckpt.threads import TaskThread, ThreadName
 
@@ -311,7 +311,7 @@ class BufferPool:
 
 def arena_limit(budget_bytes: int) -> int:
     """Returns the most bytes of an arena for buffers of so many bytes, with gaps and rounding."""
-    return rounded(budget_bytes + budget_bytes // _GAPS) + _ROUNDING_NBYTES
+    return rounded_room(budget_bytes + budget_bytes // _GAPS) + _ROUNDING_NBYTES
 
 
 class WorkThread:

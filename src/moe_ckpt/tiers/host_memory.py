@@ -117,7 +117,7 @@ def _open_private(run: RunContext, run_id: str, generation: int, life: str) -> M
 
     Memory of another run that has used the same directory is freed, since nobody can use it again. Memory of runs on
     other stores is freed, too, if their storage has the same: to them it would only save time, and they may never be
-    started again. The rest stays: see ``leave``.
+    started again. The rest stays: see ``keep_for_next_session``.
     """
     settings, root, rank = run.settings, run.storage.root, run.comm.rank
     with _registry_lock:
@@ -280,7 +280,7 @@ def _forget(is_over: Callable[[_LeftTier], bool]) -> int:
     return sum(one.nbytes for one in freed)
 
 
-def leave(tier: MemoryTier, root: str, *, keep: bool) -> None:
+def keep_for_next_session(tier: MemoryTier, root: str, *, keep: bool) -> None:
     """Ends a tier with its session, and registers it for the next one on the store.
 
     A process that fails on one store after the other, as in a search over hyperparameters, keeps the memory of the last

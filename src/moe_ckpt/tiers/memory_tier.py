@@ -37,7 +37,7 @@ from moe_ckpt.ledger.retention import (
     MemoryStep,
     is_live,
     live_groups,
-    needed,
+    needed_steps,
     newest_checkpoint,
     with_newest_experts,
 )
@@ -431,7 +431,7 @@ class MemoryTier:
                 self._release_unneeded()
 
     def _needed(self) -> frozenset[int]:
-        return needed(entry for entry in self._entries.values() if entry.window not in self._given_up)
+        return needed_steps(entry for entry in self._entries.values() if entry.window not in self._given_up)
 
     def _release_unneeded(self) -> None:
         retained = self._needed() | with_newest_experts(self._entries.values())

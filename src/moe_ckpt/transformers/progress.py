@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 from transformers import EarlyStoppingCallback, Trainer
 from transformers.trainer_callback import ExportableState
 
-from moe_ckpt.driver.changes import differing, same
+from moe_ckpt.driver.changes import are_equal, changes_between
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.modeling.rng import capture_rng, restore_rng
 from moe_ckpt.plain.checkpoint import PlainCheckpoint
@@ -80,7 +80,7 @@ class TrainerProgress:
         """
         trainer = self.trainer
         before, now = state["data"], self._data()
-        changed = "; ".join(map(str, differing("", before, now, from_checkpoint=False)))
+        changed = "; ".join(map(str, changes_between("", before, now, from_checkpoint=False)))
         if changed and state["updates"]:
             raise ConfigError(
                 f"the checkpoint is within an epoch, and its data have changed: {changed}. Its position "
@@ -145,7 +145,7 @@ class TrainerProgress:
         trainer._initial_global_step = trainer.state.global_step = step
         trainer._initial_num_input_tokens_seen = trainer.state.num_input_tokens_seen
         trainer._total_loss_scalar = -trainer._tr_loss.item()  # at the end Trainer reports the loss of this call alone
-        if self.updates or not same(self._rng, capture_rng()):  # else the epoch's order is still to be drawn
+        if self.updates or not are_equal(self._rng, capture_rng()):  # else the epoch's order is still to be drawn
             self._restore_generators = checkpoint.restore_generators
 
     def batch_is_loaded(self) -> None:
@@ -233,7 +233,7 @@ class TrainerProgress:
                 return load(*args, **kwargs)
             before = capture_rng()
             batches = load(*args, **kwargs)
-            if not same(before, capture_rng()):
+            if not are_equal(before, capture_rng()):
                 self._warned = True
                 log.warning(
                     "batches are made with random numbers of this process (a collator that masks, for instance). After "

@@ -20,12 +20,12 @@ from lightning.pytorch.plugins.precision import MixedPrecision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from moe_ckpt.callbacks.lightning_state import overrides
-from moe_ckpt.callbacks.support import inexact
+from moe_ckpt.callbacks.support import reasons_for_inexact_resume
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.format.shard import dtype_name
 from moe_ckpt.modeling.bucket_order import BucketOrder
 from moe_ckpt.modeling.names import is_compiled
-from moe_ckpt.recovery.replay import StepReplay, same_plain
+from moe_ckpt.recovery.replay import StepReplay, are_plain_states_equal
 from moe_ckpt.session.session import CheckpointSession
 from moe_ckpt.slices.assignment import ComputeTypes
 from moe_ckpt.stopwatch import Stopwatch
@@ -77,7 +77,7 @@ class Windows:
             replaying: The window that is replayed; None without one.
             buckets: Buckets of DDP.
         """
-        reasons = inexact(self._trainer, buckets)
+        reasons = reasons_for_inexact_resume(self._trainer, buckets)
         if any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in self._trainer.optimizers):
             reasons.append("an update of LBFGS uses all parameters, also those that are not restored yet")
         if reasons:
@@ -225,7 +225,9 @@ class _OwnValues:
         if self._user_values is not None:
             return False
         pairs = list(zip(self._groups, self._stored, strict=True))
-        self._user_values = [{key: g[key] for key in old if not same_plain(old[key], g.get(key))} for g, old in pairs]
+        self._user_values = [
+            {key: g[key] for key in old if not are_plain_states_equal(old[key], g.get(key))} for g, old in pairs
+        ]
         texts = [
             f"{key} {old[key]} -> {value}"
             for values, (_, old) in zip(self._user_values, pairs, strict=True)

@@ -24,7 +24,7 @@ from moe_ckpt.recovery.replay import Plain, StepReplay
 
 
 def open_window(recovery: Recovery, reader: StoreReader, manifest: Manifest) -> tuple[Restored, StorageSource]:
-    """Opens a sparse window as ``recovery.executing.opening`` does.
+    """Opens a sparse window as ``recovery.executing.opening_checkpoint`` does.
 
     Raises:
         OtherLayoutError: Another number of ranks computed the window, so that this run would compute other steps.

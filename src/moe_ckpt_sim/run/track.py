@@ -13,7 +13,7 @@ from moe_ckpt.core.step import Contents, PeerPart, SnapshotPlan, Step, Tier, Win
 from moe_ckpt.core.tokens import Counts, FaultRecord
 from moe_ckpt.core.window import Window
 from moe_ckpt.ledger.ledger import Anchors
-from moe_ckpt.run.run_ledger import InFlight, places
+from moe_ckpt.run.run_ledger import InFlight, expert_indices
 from moe_ckpt_sim.run.anchors import PeersLog
 from moe_ckpt_sim.run.durable import Backup, Durable, UnderWay, When, later
 from moe_ckpt_sim.run.moving_ledger import MovingRunLedger
@@ -237,7 +237,9 @@ class Track:
         """A pattern that is equal at two decisions if the run repeats itself."""
         pending = tuple((step - one.snapshot.step, one.when.later(-now_secs)) for one in self.under_way)
         held = tuple(one.snapshot.contents for one in self.under_way)
-        stored = (places(self._catalog, contents.brings(Tier.STORAGE, self._catalog.everything)) for contents in held)
+        stored = (
+            expert_indices(self._catalog, contents.brings(Tier.STORAGE, self._catalog.everything)) for contents in held
+        )
         chosen = b"".join(experts.tobytes() for experts in stored)
         host_only = tuple(contents.memory_only for contents in held)
         moving = tuple(at - now_secs for at in (*self.moving, *self.sends))

@@ -19,12 +19,13 @@ from moe_ckpt.core.step import Facts, Tier
 from moe_ckpt.core.tokens import TokenBook, window_began
 from moe_ckpt.core.user_text import name_ranks
 from moe_ckpt.errors import CoverageError, DamagedError, OtherLayoutError, RecoveryLoopError, StepRemovedError
-from moe_ckpt.format.manifest import Manifest, OperatorRecord, SlotRecord, age_of, pruned, step_dir
+from moe_ckpt.format.manifest import Manifest, OperatorRecord, SlotRecord, age_of, prune_manifest, step_dir
 from moe_ckpt.ledger.coverage import Box, prove_cover
 from moe_ckpt.memory.files import FoundSlot
 from moe_ckpt.memory.slot import set_aside
 from moe_ckpt.notices import announce
 from moe_ckpt.ports import Communicator
+from moe_ckpt.reading.collective import answer_of, result_of
 from moe_ckpt.reading.index import blocks_of
 from moe_ckpt.reading.memory.memory_shares import (
     MemoryCheckpoint,
@@ -37,7 +38,7 @@ from moe_ckpt.reading.memory.memory_shares import (
     newer_than,
     snapshots_of,
     teller_of,
-    without,
+    without_damaged,
     without_log,
 )
 from moe_ckpt.reading.memory.slot_storage import LoggedSnapshot, OpenedMemory, RankMemory, SlotFile, SlotStorage
@@ -51,7 +52,6 @@ from moe_ckpt.reading.memory.slot_views import (
     unpacked_headers,
 )
 from moe_ckpt.reading.reader import StoreReader
-from moe_ckpt.reading.together import accepted, tried
 from moe_ckpt.slices.compiling import GRADIENTS
 
 log = logging.getLogger("moe_ckpt")
@@ -98,10 +98,10 @@ class MemoryCheckpoints:
         self._of_other_layout: set[Share] = set()
         self._slots = tier.left_slots.slots
         shares = [vars(share) for share in shares_of(self._slots, comm.rank, tier.node)]
-        listed, problem = tried(reader.directories) if comm.rank == 0 else ({}, None)
+        listed, problem = answer_of(reader.directories) if comm.rank == 0 else ({}, None)
         here = [listed, [str(slot.slot.path) for slot in self._slots], shares]
         ranks = answers_of(comm, here)
-        self.stored: list[str] = accepted(ranks[0][0], problem, f"list the store {reader.storage.root}")
+        self.stored: list[str] = result_of(ranks[0][0], problem, f"list the store {reader.storage.root}")
         self.shares: list[Share] = []
         self.paths: dict[tuple[int, int], str] = {}
         for holder, (_, paths, offered) in enumerate(ranks):
@@ -196,7 +196,7 @@ class MemoryCheckpoints:
         bases = {(directory, name) for _, name, _ in answers if name} - self._bad_bases
         self._bad_bases |= bases
         bad = {(holder, number) for holder, number in (culprit for culprit, _, _ in answers if culprit)}
-        self.shares = without(self.shares, bad)
+        self.shares = without_damaged(self.shares, bad)
         if diverged:
             self.shares = without_log(self.shares, age_of(directory)[0])
         if bad or bases or diverged:
@@ -313,7 +313,7 @@ class MemoryCheckpoints:
         if stored is not None and checkpoint.is_parting and not checkpoint.is_complete:
             parts = self.parts(checkpoint, described[:count], SURVIVORS_SUFFIX)
             view = self._laid(stored, [*layers, *parts])
-            manifest = pruned(replace(stored, operators=view.operators), view.files, {directory})
+            manifest = prune_manifest(replace(stored, operators=view.operators), view.files, {directory})
         elif stored is not None and not checkpoint.is_parting:
             [part] = parts
             self._require_same(part, stored)
@@ -321,7 +321,7 @@ class MemoryCheckpoints:
             whole = checkpoint.is_whole and len(unchanged) == len(part.files)
             view.lay(part, host_only=self.covered(part, part.host_only, stored, all_there=whole))
             view.slots |= unchanged
-            manifest = pruned(replace(stored, operators=view.operators), view.files, {directory})
+            manifest = prune_manifest(replace(stored, operators=view.operators), view.files, {directory})
         else:  # a complete seal has everything, under the names that storage's files of the step have
             alone = stored is not None or checkpoint.is_window or checkpoint.is_log
             alone = alone and not described[count - 1].contents.gradients
@@ -441,7 +441,7 @@ class MemoryCheckpoints:
         window = tuple(SlotRecord(part.step, tuple(part.states)) for part in before)
         whole = self.whole(last.checkpoint, facts, view.operators, beneath)
         whole = replace(whole, states=tuple(last.states), window=window, tokens={**whole.tokens, **window_began(first)})
-        manifest = pruned(whole, view.files, {part.directory for part in parts})
+        manifest = prune_manifest(whole, view.files, {part.directory for part in parts})
         if beneath is not None and not {*manifest.files}.isdisjoint(beneath.files):
             manifest = replace(manifest, not_finite=beneath.not_finite)
         return manifest

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from moe_ckpt.core.step import Step
 from moe_ckpt.format.manifest import age_of, step_dir
 from moe_ckpt.format.slot import GRADIENTS, STATE, TENSORS
-from moe_ckpt.ledger.freshness import STALE, UNKNOWN, of_all
+from moe_ckpt.ledger.freshness import STALE, UNKNOWN, combined_freshness
 
 
 @dataclass(frozen=True)
@@ -255,7 +255,7 @@ def checkpoints_of(shares: Iterable[Share]) -> list[MemoryCheckpoint]:
     windows: dict[tuple[str, int], dict[int, list[Share]]] = {}
     checkpoints: list[tuple[tuple[bool, int], MemoryCheckpoint]] = []
     for (life, snapshot), group in by_snapshot.items():
-        if of_all(share.freshness for share in group) == STALE:
+        if combined_freshness(share.freshness for share in group) == STALE:
             continue
         window, since = group[0].window, group[0].since
         if since is not None:
@@ -306,7 +306,7 @@ def _lacking(snapshot: Snapshot, piece: int) -> frozenset[int]:
     )
 
 
-def without(shares: Iterable[Share], bad: Collection[tuple[int, int]]) -> list[Share]:
+def without_damaged(shares: Iterable[Share], bad: Collection[tuple[int, int]]) -> list[Share]:
     """Returns the shares without damaged slots.
 
     Args:
@@ -330,7 +330,7 @@ def without_log(shares: Iterable[Share], generation: int) -> list[Share]:
 
 def _may_be_built_upon(group: Sequence[Share]) -> bool:
     """Returns whether there is a share of the snapshot, and the snapshot is not stale."""
-    return bool(group) and of_all(share.freshness for share in group) != STALE
+    return bool(group) and combined_freshness(share.freshness for share in group) != STALE
 
 
 def _checkpoint(groups: Sequence[Sequence[Share]]) -> MemoryCheckpoint:

@@ -24,12 +24,12 @@ from moe_ckpt.memory.files import FoundSlot
 from moe_ckpt.memory.left_slots import LeftSlots, SlotChecker
 from moe_ckpt.memory.slot import Slot
 from moe_ckpt.ports import Communicator
+from moe_ckpt.reading.collective import STOPS, NotUsableError
 from moe_ckpt.reading.index import StoredSlice
 from moe_ckpt.reading.memory.memory_shares import Share
 from moe_ckpt.reading.reader import StoreReader
 from moe_ckpt.reading.reading_shares import SlotSpan, routes_of
-from moe_ckpt.reading.shared_reading import hand_on
-from moe_ckpt.reading.together import STOPS, NotUsableError
+from moe_ckpt.reading.shared_reading import exchange_bytes
 from moe_ckpt.storage.base import Chunk, ReadableStorage
 
 STATE = -1
@@ -144,7 +144,7 @@ class SlotStorage:
             if run.holder == me or any(me == receiver for _, receiver in (*route.from_source, *route.onward)):
                 routed.append((route, self._bytes_of(run.path, run.begin, run.end)))
                 received += run.end - run.begin if (run.holder, me) in route.from_source else 0
-        hand_on(self.comm, routed)
+        exchange_bytes(self.comm, routed)
         return received
 
     def _far(self, spans: Iterable[Span]) -> Iterable[Span]:

@@ -17,7 +17,7 @@ from moe_ckpt.format.manifest import FileRecord, Manifest, OperatorRecord, State
 from moe_ckpt.format.sealed import digest, encode_json, with_tuples
 from moe_ckpt.format.shard import ShardHeader, decode_header
 from moe_ckpt.format.slot import GRADIENTS as GRADIENTS_ALONE
-from moe_ckpt.format.slot import STATE, TENSORS, SlotHeader, SlotPart, decoded, encoded
+from moe_ckpt.format.slot import STATE, TENSORS, SlotHeader, SlotPart, decode_facts, encode_facts
 from moe_ckpt.memory.files import FoundSlot
 from moe_ckpt.reading.index import StoredSlice
 from moe_ckpt.reading.memory.memory_shares import MemoryCheckpoint, Share, SlotKey, slot_key
@@ -44,7 +44,7 @@ class Described:
 
 
 UnpackedHeader = tuple[int, Described, Mapping[str, Any] | None]
-"""(number of the snapshot, slot, contents and facts as ``format.slot.encoded``)."""
+"""(number of the snapshot, slot, contents and facts as ``format.slot.encode_facts``)."""
 
 
 class SnapshotFacts:
@@ -65,7 +65,7 @@ class SnapshotFacts:
         """Adds one slot, with contents and facts of the snapshot, if it is this slot that says them."""
         self.slots[described.key] = described
         if facts is not None:
-            self.contents, self.facts = decoded(facts)
+            self.contents, self.facts = decode_facts(facts)
 
     def require_facts(self, step: int) -> Facts:
         """Returns ``facts``. Raises ``DamagedError`` if no rank knows them."""
@@ -118,7 +118,7 @@ def packed_header(position: int, header: SlotHeader, *, tells: bool) -> list[byt
         slot_key(header.rank, header.only, header.gradient_slot),
         [len(header.state), digest(header.state)],
         [[part.kind, part.begin, len(part.raw)] for part in header.parts],
-        encoded(header.contents, header.facts) if tells else None,
+        encode_facts(header.contents, header.facts) if tells else None,
         None if header.facts.counted is None else header.facts.counted.tolist(),
     ]
     meta = encode_json(fields)

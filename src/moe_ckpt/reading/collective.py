@@ -45,27 +45,27 @@ class NotUsableError(Exception):
     problem: Exception | None
 
 
-def by_rank_zero(comm: Communicator, action: Callable[[], T], doing: str) -> T:
+def on_rank_zero(comm: Communicator, action: Callable[[], T], doing: str) -> T:
     """Calls ``action`` on rank 0, and returns its result, plain data, on every rank. A collective.
 
     Ranks look at a store this way because it may change between two looks. If ``action`` raises an error, rank 0
     raises that, and the others ``StoreError`` with its message: "rank 0 cannot <doing>: ...".
     """
-    answer, problem = tried(action) if comm.rank == 0 else ({}, None)
-    result: T = accepted(json.loads(comm.broadcast(json.dumps(answer).encode())), problem, doing)
+    answer, problem = answer_of(action) if comm.rank == 0 else ({}, None)
+    result: T = result_of(json.loads(comm.broadcast(json.dumps(answer).encode())), problem, doing)
     return result
 
 
-def tried(action: Callable[[], object]) -> tuple[dict[str, Any], Exception | None]:
-    """Calls ``action``, and returns what rank 0 sends to other ranks for ``accepted``, with the error, if any."""
+def answer_of(action: Callable[[], object]) -> tuple[dict[str, Any], Exception | None]:
+    """Calls ``action``, and returns what rank 0 sends to other ranks for ``result_of``, with the error, if any."""
     try:
         return {"result": action()}, None
     except Exception as error:  # whatever it is, the other ranks are waiting for an answer
         return {"error": f"{type(error).__name__}: {error}"}, error
 
 
-def accepted(answer: Mapping[str, Any], problem: Exception | None, doing: str) -> Any:
-    """Returns the result that rank 0 sent, or raises its error, as ``by_rank_zero`` does.
+def result_of(answer: Mapping[str, Any], problem: Exception | None, doing: str) -> Any:
+    """Returns the result that rank 0 sent, or raises its error, as ``on_rank_zero`` does.
 
     Args:
         answer: Of rank 0.
@@ -84,11 +84,11 @@ def require_committed(comm: Communicator, storage: StepStorage, directory: str) 
 
     Rank 0 looks: only one rank may have missed a file, and only some may have listed the step.
     """
-    if not by_rank_zero(comm, lambda: storage.is_committed(directory), f"look for {directory} again"):
+    if not on_rank_zero(comm, lambda: storage.is_committed(directory), f"look for {directory} again"):
         raise StepRemovedError(storage.root, (directory,), f"{directory}/{MANIFEST_NAME}") from None
 
 
-def together(comm: Communicator, action: Callable[[], T]) -> T:
+def on_all_ranks(comm: Communicator, action: Callable[[], T]) -> T:
     """Returns the result of ``action``, if it succeeds on every rank. A collective.
 
     ``action`` must be no collective, unless each rank completes it before it raises.
@@ -97,11 +97,11 @@ def together(comm: Communicator, action: Callable[[], T]) -> T:
         NotUsableError: On every rank, if it failed on any.
         PeerLostError: A peer is gone.
     """
-    return together_and_most(comm, lambda: (action(), 0))[0]
+    return on_all_ranks_with_maximum(comm, lambda: (action(), 0))[0]
 
 
-def together_and_most(comm: Communicator, action: Callable[[], tuple[T, int]]) -> tuple[T, int]:
-    """Does the same as ``together`` for an ``action`` that returns a result and a number.
+def on_all_ranks_with_maximum(comm: Communicator, action: Callable[[], tuple[T, int]]) -> tuple[T, int]:
+    """Does the same as ``on_all_ranks`` for an ``action`` that returns a result and a number.
 
     Returns:
         This rank's result, and the largest number of any rank.

@@ -1,4 +1,4 @@
-"""The tables of ``memory_tiers.py`` as the documentation has them: all columns, those too that speak against us."""
+"""The tables of ``memory_tiers.py`` as the documentation has them: all rows, those too that speak against us."""
 
 from __future__ import annotations
 
@@ -10,13 +10,9 @@ from typing import Any
 
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks.md"
 _IDLE, _PRIVATE, _STORAGE = "no checkpoint", "private memory, storage", "storage in the page cache"
-_SPANS = ("imports", "model", "open", "resume", "plan", "transfer", "verify", "load", "first step", "total")
-_HEADS = {"open": "`open`", "plan": "of it plan"}
-_RATIOS = {
-    "resume": ("resume",),
-    "open + resume": ("open", "resume"),
-    "open + resume + first step": ("open", "resume", "first step"),
-}
+_SPANS = ("imports", "open", "resume", "first step", "total")
+_HEADS = {"open": "`open`"}
+_FROM_OPEN = ("open", "resume", "first step")
 _LOST = {"a peer's memory": "a peer's memory, one node lost", _STORAGE: f"{_STORAGE}, both lost"}
 
 Samples = Sequence[Mapping[str, float]]
@@ -70,14 +66,14 @@ def _said(way: str) -> str:
 
 
 def _recoveries(title: str, results: Mapping[str, Samples]) -> str:
-    """Of each source: milliseconds of each span and of the parts of one, and what they are of storage's."""
+    """Of each source: milliseconds of each span, and what those from ``open`` on are of storage's."""
     rows = []
     for name, samples in results.items():
         spans = (f"{_median(samples, key) * 1e3:.0f}" for key in _SPANS)
-        ratios = (_ratio(_median(samples, *keys), _median(results[_STORAGE], *keys)) for keys in _RATIOS.values())
-        rows.append([_LOST.get(name, name), *spans, *ratios])
+        ratio = _ratio(_median(samples, *_FROM_OPEN), _median(results[_STORAGE], *_FROM_OPEN))
+        rows.append([_LOST.get(name, name), *spans, ratio])
     heads = (_HEADS.get(key, key) for key in _SPANS)
-    return _table([title, *heads, *(f"{name}, of storage's" for name in _RATIOS)], rows)
+    return _table([title, *heads, f"{' + '.join(_FROM_OPEN)}, of storage's"], rows)
 
 
 def _median(samples: Samples, *keys: str) -> float:

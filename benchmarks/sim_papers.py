@@ -49,10 +49,9 @@ def calibrated(tick: Tick) -> dict[str, Any]:
     tick("calibration")
     shown = table("", ["what", "value", "unit", "from"], ["", "", "", ""], rows)
     notes = [
-        "All other inputs are the papers' own (sizes, layouts, links, iteration times), or assumed in the configs. "
-        "Table 3 implies iteration times only within a range.",
+        "All other inputs are the papers' own, or assumed in the configs.",
         f"The first bandwidth is a {nominal / (figures.a100_rate * 1e9):.0f}th of the nominal rate of these machines' "
-        "PCIe links. At nominal rates a dense snapshot would fit beside an iteration, and W would be 1 or 2.",
+        "PCIe links, at which W would be 1 or 2.",
     ]
     return part("What is calibrated", "Each value is calibrated once, never per cell.", [shown], notes)
 

@@ -208,7 +208,6 @@ class Constants:
     h100_range: tuple[float, float]
     h100_rate: float
     h100_dense_rate: float
-    a100_dense_rate: float
     restart_secs: float
     moc_budget: float
 
@@ -217,22 +216,17 @@ class Constants:
         return [
             ["copy bandwidth, 96 A100 together", self.a100_rate, "GB/s",
              f"the middle of {self.a100_range[0]:.2f} to {self.a100_range[1]:.2f}, with which Algorithm 1 gives table "
-             "3's windows of GPT-MoE, QWen-MoE and DeepSeek-MoE; used in every simulation of tables and figures on "
-             "A100"],
+             "3's windows but MoE-LLaVa's"],
             ["copy bandwidth, 128 H100 together", self.h100_rate, "GB/s",
              f"the middle of {self.h100_range[0]:.2f} to {self.h100_range[1]:.2f}, likewise, of table 7's windows but "
              "the third"],
-            ["bandwidth of dense snapshots, 96 A100", self.a100_dense_rate, "GB/s",
-             f"MoC's overhead of {MOC_DENSE_OVERHEAD:.0%} when it saves all of DeepSeek-MoE; for comparison, no figure "
-             "below uses it"],
             ["bandwidth of dense snapshots, 128 H100", self.h100_dense_rate, "GB/s",
-             "least squares over table 7's five overheads of MoC at 10M; used in that table only"],
+             "least squares over table 7's five overheads of MoC at 10M; used there only"],
             ["restart after a failure", self.restart_secs, "s",
-             "mean over table 3's models of E[R] as MoEvement's ETTRs at 2H and 10M imply it, less the recovery time "
-             "printed for 10M"],
+             "mean over table 3's models of E[R] as MoEvement's ETTRs at 2H and 10M imply it, less the printed "
+             "recovery"],
             ["MoC's budget of lost tokens", self.moc_budget, "of all tokens",
-             "not printed; figure 12 and its text: K = E after the second failure, at iteration 4 000 (see "
-             "sim_papers_data.moc_budget)"],
+             "not printed; figure 12: K = E after the second failure"],
         ]  # fmt: skip
 
 
@@ -240,12 +234,8 @@ class Constants:
 def constants() -> Constants:
     a100 = shared_rate({model.setup: model.window for model in TABLE_3})
     h100 = shared_rate({row.setup: row.window for row in TABLE_7})
-    deepseek = counted("moevement_deepseek")
-    dense = deepseek.params * deepseek.full / (deepseek.iteration_secs * (1 + MOC_DENSE_OVERHEAD)) / 1e9
     restart = fmean(extrapolated(model, 3)[1] - recovery_per_failure(model, 3, "10M") for model in TABLE_3)
-    return Constants(
-        a100[:2], a100[2], h100[:2], h100[2], round(_dense_rate(), 1), round(dense, 1), round(restart, 1), moc_budget()
-    )
+    return Constants(a100[:2], a100[2], h100[:2], h100[2], round(_dense_rate(), 1), round(restart, 1), moc_budget())
 
 
 def _dense_rate() -> float:

@@ -127,40 +127,37 @@ def moetion_time(tick: Tick) -> dict[str, Any]:
     stalls, wasted = _stalls(tick), _wasted(tick)
     tables = [_calibrated(), stalls, _frequencies(), wasted, _wide(), ablation, _rates()]
     tick("rates")
-    first = CASES[0]
-    again = [f"{selected_again(_experts(case), case.selected):.0%}" for case in CASES]
-    notes = [
-        f"{rate():.1f} GB/s of 64 GPUs are 1/{_nominal() / rate():.0f} of the nominal rate of their PCIe links, and "
-        f"nearly what MoEvement's windows need of 96 ({constants().a100_rate}). At nominal rates only CheckFreq "
-        "stalls; the last table has the rates below which each system does.",
-        "T is not printed. CheckFreq's 331.9 s of figure 7 imply it for the first model, and the ratio of our "
-        "estimates gives the other two. The text's fivefold drop under CheckFreq then holds for 3.8B-8E "
-        f"({1 + (_total(CASES[2]) / STORAGE) / CASES[2].iteration_secs:.1f} times), not for the first "
-        f"({1 + (_total(first) / STORAGE) / first.iteration_secs:.0f} times).",
-        "Figure 5: the paper's 28 s are one figure for three models. Ours is the part of Gemini's copy that does not "
-        "fit beside the iteration.",
-        "Figure 6: Gemini without stalls takes as many iterations as its copy takes. The paper's 6 in 100 would fit an "
-        "iteration of a fourth of ours, or copies to both peers one after the other.",
-        "Figure 7: the formula is the paper's, T_ckpt + T_retrieve + f/2 * T, with our times and retrieval at nominal "
-        "rates. Simulated: lost iterations and retrieval per failure, in six hours with a failure every half hour; it "
-        "loses more by reason 4, and as retrieval has the calibrated rate. Gemini without stalls waits for its "
-        "copy, which in the formula can only "
-        "add to the loss; the paper's falls from 27.4 to 25.7 s, so its 27.4 s must contain a stall.",
-        "Figure 10: two copies through one link, with 6, 2 and 2 experts per layer, give the paper's times of "
-        "selection alone within 1.5 s. Bubbles are (p-1)/(m+p-1) (1F1B) of our estimate of an iteration; with the T "
-        "that figure 7 implies they would hide everything. Placement leaves out the weights that all data-parallel "
-        "ranks hold under ZeRO-1, a fifth of the state, as the paper says; its figure falls by a third after bubbles.",
-        "Recomputation sends a gradient of 2 bytes in place of a state of 10, for an expert that was selected one "
-        f"iteration before. The library's policy does that for {', '.join(again)} of those it selects, at skewness "
-        "0.1: it selects by unsaved tokens, as Algorithm 1 does, and an expert that was just saved has few. The "
-        "paper's gain needs about half, which a skewness of 0.6 and more gives.",
-    ]
     series = {f"{name} (paper)": [case.ablation[at] for case in CASES] for at, name in enumerate(STEPS)}
     ours = {name: [row[3] for row in ablation["rows"] if row[1] == name] for name in STEPS}
     groups = [case.name for case in CASES]
     picture = bars("sim_moetion_ablation", "seconds of a checkpoint", groups, {**ours, **series})
     what = "MoE-GPT on 64 A100: what a checkpoint at every iteration costs."
-    return part("MoEtion: time", what, tables, notes, picture)
+    return part("MoEtion: time", what, tables, notes_time(), picture)
+
+
+def notes_time() -> list[str]:
+    again = [f"{selected_again(_experts(case), case.selected):.0%}" for case in CASES]
+    often = [f"{row[3]:.0f}" for row in _frequencies()["rows"] if row[1] == "Gemini"]
+    return [
+        f"Calibrated, once each: {rate():.1f} GB/s of 64 GPUs together, on figure 9b's 1 820 GB in 74.9 s under "
+        f"Gemini, which is 1/{_nominal() / rate():.0f} of the nominal rate of their PCIe links, and nearly what "
+        f"MoEvement's windows need of 96 ({constants().a100_rate}); and T of the first model, {implied_secs():.2f} s, "
+        "on CheckFreq's 331.9 s of figure 7. The ratio of our estimates gives T of the other two. At nominal rates "
+        "only CheckFreq stalls.",
+        "Figure 5: the paper's 28 s are one figure for three models. Ours is the part of Gemini's copy that does not "
+        "fit beside the iteration.",
+        "Figure 6: in 100 iterations without stalls Gemini has 6 checkpoints in the paper, and here "
+        f"{', '.join(often[:-1])} and {often[-1]}, as many as its copy allows.",
+        "Figure 7: lost iterations and retrieval per failure, in six hours with a failure every half hour. The paper's "
+        "formula leaves out reason 4, and retrieval has the calibrated rate here.",
+        f"Figure 9b: MoEtion's 195 GB take 8.5 s in the paper, and {195 / rate():.1f} s here.",
+        "Figure 10: two copies through one link, with 6, 2 and 2 experts per layer, give the paper's times of "
+        "selection alone within 1.5 s. Bubbles are (p-1)/(m+p-1) (1F1B) of our estimate of an iteration. Placement "
+        "leaves out the weights that all data-parallel ranks hold under ZeRO-1. Recomputation sends a gradient of 2 "
+        "bytes in place of a state of 10, for an expert that was selected one iteration before: for "
+        f"{', '.join(again)} of those that the library's policy selects, at skewness 0.1. The paper's gain needs about "
+        "half, which a skewness of 0.6 and more gives.",
+    ]
 
 
 def _calibrated() -> dict[str, Any]:

@@ -19,31 +19,47 @@ class Spread:
         by: Columns that begin a line.
         across: Column whose values become columns.
         shown: Columns whose values a cell has; the others are in the JSON only.
+        only: Values of ``across`` that are shown, as they are formatted; all if empty.
     """
 
     by: tuple[str, ...]
     across: str
     shown: tuple[str, ...]
+    only: tuple[str, ...] = ()
 
 
-SPREAD = {
-    ("table3", "ETTR, 12 hours"): Spread(("model", "system"), "MTBF", ("paper", "closed form", "simulated")),
-    ("figure16", "ETTR, 6 hours"): Spread(("system",), "S", ("paper", "ours")),
-    ("moetion_time", "Figure 5: stall per iteration, a checkpoint at each"): Spread(
-        ("system",), "model", ("paper s", "ours s")
-    ),
-    ("moetion_time", "Figure 6: checkpoints in 100 iterations without stalls"): Spread(
-        ("system",), "model", ("paper", "ours")
-    ),
-    ("moetion_time", "Figure 7: wasted work per failure"): Spread(
-        ("system",), "model", ("paper s", "formula s", "simulated s")
-    ),
-    ("moetion_time", "Figure 10: a checkpoint beside compute"): Spread(("with",), "model", ("paper s", "ours s")),
-    ("two_levels", "PLT after one failure of one of two nodes, K = 1 on storage"): Spread(
-        ("a checkpoint every",), "snapshot K", ("PLT", "of that at snapshot K = 1")
-    ),
+LAYOUTS: dict[tuple[str, int], Spread | tuple[str, ...] | None] = {
+    ("windows", 0): ("model", "paper", "Algorithm 1", "needs GB/s", "library"),
+    ("windows", 1): ("model", "paper", "Algorithm 1", "needs GB/s", "library"),
+    ("dense", 0): None,
+    ("inside", 0): None,
+    ("overheads", 0): ("model", "CheckFreq, paper", "CheckFreq, ours", "MoC, paper s", "MoC, ours s"),
+    ("table3", 0): ("system", "closed form, off by (mean)", "simulated, off by (mean)", "largest", "at"),
+    ("table3", 1): Spread(("model", "system"), "MTBF", ("paper", "simulated"), ("2H", "10M")),
+    ("figure10", 0): ("system", "MoEvement's over it: paper", "ours"),
+    ("figure10", 1): None,
+    ("figure11", 0): Spread(("bandwidth", "MTBF"), "model", ("Gemini, ours", "MoEvement, ours")),
+    ("figure13", 0): ("model", "sparse, paper", "sparse, ours", "all, paper", "all, ours"),
+    ("figure13", 1): ("model", "freeze, replay time saved", "reorder, replay time saved"),
+    ("figure16", 0): Spread(("system",), "S", ("paper", "ours"), ("0.00", "0.99")),
+    ("moetion", 0): ("what", "paper GB", "ours GB"),
+    ("moetion", 1): None,
+    ("moetion_time", 0): None,
+    ("moetion_time", 1): Spread(("system",), "model", ("paper s", "ours s")),
+    ("moetion_time", 2): None,
+    ("moetion_time", 3): Spread(("system",), "model", ("paper s", "simulated s")),
+    ("moetion_time", 4): None,
+    ("moetion_time", 5): Spread(("with",), "model", ("paper s", "ours s")),
+    ("moetion_time", 6): None,
+    ("pec", 0): None,
+    ("loss_over_k", 1): None,
+    ("two_levels", 0): None,
+    ("known", 0): None,
 }
-"""(part, title) of tables that are shown so."""
+"""(part, number of the table) -> the columns that the report shows, or how it spreads them; None: in the JSON only.
+
+Tables that are not here are shown whole.
+"""
 
 
 def table(title: str, columns: Sequence[str], formats: Sequence[str], rows: Sequence[Sequence[Any]]) -> dict[str, Any]:
@@ -107,16 +123,15 @@ def markdown(parts: Mapping[str, Mapping[str, Any]], images: str) -> str:
     """The whole report. images: where pictures are, as seen from it."""
     text = [
         "# The simulator against the papers",
-        "Made by `python benchmarks/sim_papers.py --write` from its own JSON; nothing here is written by hand. "
-        "MoEvement is NSDI '26, MoEtion its first version (arXiv 2412.15411 v1), PEC arXiv 2408.04307. Every table has "
-        "the paper's figure and ours; the notes below it give the reasons for differences. Long tables have several "
-        "figures in a cell; intervals, K, W, stalls and lost tokens of each run are in "
-        "[sim_papers.json](../benchmarks/results/sim_papers.json). Four reasons recur:",
+        "The figures of MoEvement (NSDI '26), of its first version MoEtion (arXiv 2412.15411 v1) and of PEC (arXiv "
+        "2408.04307) beside the simulator's, with reasons for differences. What that says of a simulation, in short: "
+        "[simulator.md](simulator.md#how-close-it-is). `python benchmarks/sim_papers.py --write` makes this page from "
+        "[sim_papers.json](../benchmarks/results/sim_papers.json), which has more figures than are shown here. Four "
+        "reasons recur:",
         "1. **Inputs that no paper prints**: copy bandwidth, iteration time, skewness, failure trace. They are "
-        "calibrated once (first table) or assumed in the configs, and nothing is fitted cell by cell. At the links' "
-        "nominal rates nearly nothing would stall; the papers do not say what limits theirs.\n"
-        "2. **The papers' own columns disagree** ([Table 3 against itself](#table-3-against-itself)), so a part of "
-        "some differences is theirs.\n"
+        "calibrated once (first table) or assumed in the configs; nothing is fitted cell by cell. At the links' "
+        "nominal rates nearly nothing would stall.\n"
+        "2. **The papers' own columns disagree** ([Table 3 against itself](#table-3-against-itself)).\n"
         "3. **The library counts bytes on the busiest rank**, where the papers' formulas treat all operators and all "
         "ranks as equal.\n"
         "4. **The simulator counts what closed forms leave out**: work that was not yet saved at a failure, the "
@@ -124,33 +139,42 @@ def markdown(parts: Mapping[str, Mapping[str, Any]], images: str) -> str:
     ]
     for name, result in parts.items():
         text += [f"## {result['title']}", result["what"]]
-        for one in result["tables"]:
-            how = SPREAD.get((name, one["title"]))
-            item = "" if how is None else f": {' / '.join(how.shown)}"
-            text += [f"**{one['title']}{item}**"] if one["title"] else []
-            text.append(_markdown_table(one) if how is None else spread(one, how))
+        for at, one in enumerate(result["tables"]):
+            text += _laid_out(one, LAYOUTS.get((name, at), tuple(one["columns"])))
         if "picture" in result:
             text.append(f"![{result['title']}]({images}/{result['picture']['name']}.png)")
         text += ["\n".join(f"- {note}" for note in result["notes"])] if result["notes"] else []
     return "\n\n".join(text) + "\n"
 
 
-def _markdown_table(one: Mapping[str, Any]) -> str:
-    rule = ["---" if form == "" else "--:" for form in one["formats"]]
-    rows = [[shown(v, f) for v, f in zip(row, one["formats"], strict=True)] for row in one["rows"]]
-    return "\n".join(f"| {' | '.join(row)} |" for row in [one["columns"], rule, *rows])
+def _laid_out(one: Mapping[str, Any], how: Spread | tuple[str, ...] | None) -> list[str]:
+    """Title and table; nothing for one that is in the JSON only."""
+    if how is None:
+        return []
+    if isinstance(how, Spread):
+        return [f"**{one['title']}: {' / '.join(how.shown)}**", spread(one, how)]
+    return [f"**{one['title']}**"] * bool(one["title"]) + [_markdown_table(one, how)]
+
+
+def _markdown_table(one: Mapping[str, Any], columns: Sequence[str]) -> str:
+    """Some of its columns; of several with one name, the first."""
+    at = list(range(len(one["columns"]))) if list(columns) == one["columns"] else [*map(one["columns"].index, columns)]
+    rule = ["---" if one["formats"][i] == "" else "--:" for i in at]
+    rows = [[shown(row[i], one["formats"][i]) for i in at] for row in one["rows"]]
+    return "\n".join(f"| {' | '.join(row)} |" for row in [[one["columns"][i] for i in at], rule, *rows])
 
 
 def spread(one: Mapping[str, Any], how: Spread) -> str:
     """A long table with a cell for each value of a column; what is not printed by the paper is a dash."""
     at = one["columns"].index
-    values = list(dict.fromkeys(row[at(how.across)] for row in one["rows"]))
+    form = one["formats"][at(how.across)]
+    every = dict.fromkeys(row[at(how.across)] for row in one["rows"])
+    values = [value for value in every if not how.only or shown(value, form) in how.only]
     lines: dict[tuple[str, ...], dict[Any, str]] = {}
     for row in one["rows"]:
         texts = [shown(value, form) for value, form in zip(row, one["formats"], strict=True)]
         key = tuple(texts[at(name)] for name in how.by)
         lines.setdefault(key, {})[row[at(how.across)]] = " / ".join(texts[at(name)] for name in how.shown)
-    form = one["formats"][at(how.across)]
     heads = [*how.by, *(f"{how.across} {shown(value, form)}" for value in values)]
     rule = ["---"] * len(how.by) + ["--:"] * len(values)
     rows = [[*key, *(cells.get(value, "-") for value in values)] for key, cells in lines.items()]

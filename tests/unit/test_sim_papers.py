@@ -232,6 +232,21 @@ def test_the_report_is_made_from_the_json_alone():
             assert (ROOT / sim_papers.IMAGES / f"{part['picture']['name']}.png").stat().st_size > 10_000
 
 
+def test_notes_are_made_from_the_tables_that_are_kept():
+    of = {part: [table["rows"] for table in KEPT[part]["tables"]] for part in KEPT}
+    wide = data.scenario("setup=moetion_3_8b", "model.experts=32", "policy=dense").layout.model
+    for part, notes in (
+        ("table3", ettr.notes_3(of["table3"][1])),
+        ("figure10", figures.notes_10(of["figure10"][0], 3)),
+        ("figure11", scaling.notes_11(of["figure11"][0])),
+        ("figure13", ablation.notes_13(of["figure13"][0])),
+        ("figure16", figures.notes_16(of["figure16"][0])),
+        ("moetion", sizes.notes_moetion(wide, of["moetion"][1])),
+        ("moetion_time", moetion.notes_time()),
+    ):
+        assert notes == KEPT[part]["notes"], part
+
+
 def test_a_difference_to_what_is_committed_is_named():
     other = json.loads(json.dumps(KEPT["known"]))
     other["tables"][0]["rows"][0][3] += 1

@@ -232,7 +232,7 @@ def test_settings_that_are_the_groups_own_are_left_out():
 def test_the_line_says_the_memory_too(app_memory):
     assert memory_overrides(System("dense", Dense())) == ""
     near = System("near", Gemini(2), "peers", 3, storage_every=10800.0)
-    assert app_memory(memory_overrides(near)) == Memory(replicas=3, storage_every=10800.0)
+    assert app_memory(memory_overrides(near)) == Memory(replicas=3, storage_every="3h")
     own = System("own", Dense(2), "node", storage_every=50)
     assert app_memory(memory_overrides(own)) == Memory(storage_every=50)
 

@@ -167,8 +167,11 @@ def memory_overrides(system: System) -> str:
     settings = ["moe_ckpt/memory=local"]
     if system.durable == "peers":
         settings = ["moe_ckpt/memory=replicated", f"moe_ckpt.memory.replicas={system.replicas}"]
-    if system.storage_every is not None:
-        settings.append(f"moe_ckpt.memory.storage_every={system.storage_every}")
+    every = system.storage_every
+    if every is not None:
+        if isinstance(every, float) and every % 3600 == 0:
+            every = f"{every / 3600:g}h"
+        settings.append(f"moe_ckpt.memory.storage_every={every}")
     return " ".join(settings)
 
 

@@ -174,10 +174,11 @@ class RecoverableDistributedSampler(DistributedSampler[int]):
     def _mine(self) -> list[int]:
         replicas, rank = self._world()
         if self.shuffle:
-            order = torch.randperm(self.length, generator=torch.Generator().manual_seed(self.seed + self.epoch))
+            generator = torch.Generator("cpu").manual_seed(self.seed + self.epoch)
+            order = torch.randperm(self.length, generator=generator, device="cpu")
         else:
-            order = torch.arange(self.length)
-        positions = self.consumed + rank + replicas * torch.arange(self.remaining)
+            order = torch.arange(self.length, device="cpu")
+        positions = self.consumed + rank + replicas * torch.arange(self.remaining, device="cpu")
         again = positions >= self.length  # only in the last place, where the rest does not divide
         positions[again] = (positions[again] - self.length) % max(self.length, 1)
         dealt: list[int] = order[positions].tolist()

@@ -108,6 +108,23 @@ def test_together_they_read_as_much_as_one_alone_evenly_and_get_every_bit(store,
     assert (crossed == 0) if nodes == 1 else once <= crossed < 1.05 * once, "to another machine once, not to each rank"
 
 
+def on_a_default_device(rank: int, world_size: int, root: str) -> dict[str, torch.Tensor]:
+    """A script made "meta" its default device, in place of "cuda", after it made its model."""
+    model, optimizer = made()
+    state = TorchTrainingState(model, [optimizer])
+    torch.set_default_device("meta")
+    with as_ranks_do(rank) as comm:
+        resume_newest(LocalStorage(root), comm, state)
+    torch.set_default_device(None)
+    return state_of(state)
+
+
+def test_a_default_device_of_the_script_is_not_that_of_messages(store):
+    root, last, _ = store
+    for found in run_ranks(on_a_default_device, 2, str(root)):
+        require_equal(found, last)
+
+
 class Meagre:
     """``torch`` of a process that gets no memory."""
 

@@ -55,6 +55,13 @@ def whole_epoch(length, stops, last, **options):
     return seen + [sample for part in batches for sample in part], rest
 
 
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_default_device_of_the_script_changes_nothing(shuffle):
+    expected = whole_epoch(9, [], (2, 3), shuffle=shuffle)
+    with torch.device("meta"):
+        assert whole_epoch(9, [], (2, 3), shuffle=shuffle) == expected
+
+
 @given(st.integers(0, 60), lives, st.integers(1, 5), st.integers(1, 4), st.booleans(), st.integers(0, 3))
 def test_an_epoch_is_trained_on_exactly_once(length, stops, replicas, batch, shuffle, seed):
     """Where what is left at the last start divides by the ranks; otherwise fewer repeats than there are ranks.

@@ -55,7 +55,7 @@ class Links:
         self.is_sound = False
         with contextlib.suppress(RuntimeError, ValueError):  # the latter: the default group is gone
             peer = 0 if dist.get_rank() else 1
-            nothing = torch.empty(1, dtype=torch.uint8)
+            nothing = torch.empty(1, dtype=torch.uint8, device="cpu")
             work = dist.irecv(nothing, src=peer, group=self.group, tag=self.first_tag + _LANES - 1)
             if work is not None:
                 work.wait(_AT_ONCE)
@@ -94,7 +94,7 @@ class _DefaultGroup:
 
         The name is a sum over ranks, which no rank has before every other one has made the group as well.
         """
-        name = torch.tensor([secrets.randbits(62) if dist.get_rank() == 0 else 0])
+        name = torch.tensor([secrets.randbits(62) if dist.get_rank() == 0 else 0], device="cpu")
         dist.all_reduce(name, group=group)
         self._name, self.opened = f"moe_ckpt/links/{int(name)}", 1
 

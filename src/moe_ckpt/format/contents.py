@@ -83,7 +83,7 @@ def make_tensor(entry: Mapping[str, Any]) -> torch.Tensor:
     if "value" in entry:
         values: torch.Tensor = entry["value"]
         return values
-    return torch.empty(entry["shape"], dtype=TORCH_DTYPES[entry["dtype"]])
+    return torch.empty(entry["shape"], dtype=TORCH_DTYPES[entry["dtype"]], device="cpu")
 
 
 def _agrees(description: Any) -> str:

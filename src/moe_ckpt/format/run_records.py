@@ -126,7 +126,8 @@ def _tensor(dtype: str, shape: list[int], text: str) -> torch.Tensor:
     kind, raw = TORCH_DTYPES[dtype], bytearray(base64.b64decode(text, validate=True))
     if len(raw) != prod(shape) * kind.itemsize or len(raw) > _MAX_TENSOR_BYTES:
         raise ValueError(f"a tensor of shape {shape} has {len(raw)} bytes")
-    return (torch.frombuffer(raw, dtype=kind) if raw else torch.empty(0, dtype=kind)).reshape(shape).clone()
+    flat = torch.frombuffer(raw, dtype=kind) if raw else torch.empty(0, dtype=kind, device="cpu")
+    return flat.reshape(shape).clone()
 
 
 _SHAPE = listing(whole(0, _MAX_TENSOR_BYTES), most=32)

@@ -120,7 +120,7 @@ class RankShare(LoggedSteps):
         Raises:
             CoverageError: Another rank updates a part of it.
         """
-        whole, missing = torch.empty(entry.shape, dtype=TORCH_DTYPES[entry.dtype]), entry.box.volume
+        whole, missing = torch.empty(entry.shape, dtype=TORCH_DTYPES[entry.dtype], device="cpu"), entry.box.volume
         for tensor in live:
             common = entry.box.overlap(box_of(tensor))
             if common is not None and missing:

@@ -129,12 +129,12 @@ class UpstreamLog:
     def _copied(self, tensor: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event | None]:
         """Returns a copy in host memory, and the event at which it is complete."""
         if not tensor.is_cuda:
-            copied = torch.empty(tensor.shape, dtype=tensor.dtype)
+            copied = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
             return copied.copy_(tensor), None
         self._stream = self._stream or torch.cuda.Stream(tensor.device)  # type: ignore[no-untyped-call]
         sent = tensor.clone()  # training may overwrite the tensor while this one is copied to the host
         self._stream.wait_stream(torch.cuda.current_stream(tensor.device))
-        copied = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        copied = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True)
         with torch.cuda.stream(self._stream):
             copied.copy_(sent, non_blocking=True)
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]

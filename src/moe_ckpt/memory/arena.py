@@ -163,7 +163,7 @@ class Buffer:
     @classmethod
     def empty(cls) -> Buffer:
         """Returns a buffer without a room, for an empty snapshot."""
-        return cls(0, torch.empty(0, dtype=torch.uint8))
+        return cls(0, torch.empty(0, dtype=torch.uint8, device="cpu"))
 
     @cached_property
     def nbytes(self) -> int:

@@ -223,7 +223,7 @@ def page_locked(data: torch.Tensor) -> torch.Tensor:
         data: Contiguous, on the host.
     """
     try:
-        copied = torch.empty(data.shape, dtype=data.dtype, pin_memory=True)
+        copied = torch.empty(data.shape, dtype=data.dtype, device="cpu", pin_memory=True)
     except RuntimeError:
         return data
     copy_alone(copied, data)

@@ -60,8 +60,7 @@ def is_recomputed() -> bool:
 @functools.cache
 def _one() -> torch.Tensor:
     """Returns 1, in host memory."""
-    with torch.device("cpu"):
-        return torch.ones((), dtype=torch.int64)
+    return torch.ones((), dtype=torch.int64, device="cpu")
 
 
 def _entries(experts: torch.Tensor, entries: int) -> torch.Tensor:
@@ -145,7 +144,8 @@ def counts_on_host(tables: Mapping[int, torch.Tensor], shape: tuple[int, int]) -
     for device, layers in by_device.items():
         stacked = torch.cat([tables[at] for at in layers])  # with the last entries: cutting views takes longer
         if stacked.is_cuda:
-            here = torch.empty(stacked.shape, dtype=stacked.dtype, pin_memory=True).copy_(stacked, non_blocking=True)
+            here = torch.empty(stacked.shape, dtype=stacked.dtype, device="cpu", pin_memory=True)
+            here.copy_(stacked, non_blocking=True)
             event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
             event.record(torch.cuda.current_stream(device))
             events.append(event)

@@ -259,7 +259,7 @@ class StoreReader:
         """Returns a whole tensor, assembled from its slices. Prove the checkpoint first."""
         index = self.index(manifest)
         meta = index.meta(key)
-        whole = torch.empty(meta.global_shape, dtype=TORCH_DTYPES[meta.dtype])
+        whole = torch.empty(meta.global_shape, dtype=TORCH_DTYPES[meta.dtype], device="cpu")
         for stored, values in self.read_many(index.tensors[key]):
             block(whole, (0,) * whole.dim(), stored.entry.box).copy_(values)
         return whole

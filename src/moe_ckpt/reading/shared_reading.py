@@ -345,7 +345,7 @@ class _Handing:
     def reserve(self, rounds: Sequence[Sequence[_Part]]) -> None:
         """Allocates the memory that any round needs. Raises ``RuntimeError`` if there is none."""
         nbytes = max((sum(part.nbytes for part in parts) for parts in rounds), default=0)
-        self._memory = torch.empty(nbytes, dtype=torch.uint8)
+        self._memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     def hand_over(self, parts: Sequence[_Part]) -> None:
         """Reads this rank's parts of a round, gets those of the others, and writes them."""

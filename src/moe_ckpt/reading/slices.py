@@ -51,7 +51,7 @@ def read_run(
                 raise stored.damaged(f"truncated: {len(part):,} of {stored.nbytes:,} bytes are there")
             if stored not in verified:
                 _compare(stored, xxhash.xxh3_64_intdigest(part))
-    data = torch.frombuffer(raw, dtype=torch.uint8) if len(raw) else torch.empty(0, dtype=torch.uint8)
+    data = torch.frombuffer(raw, dtype=torch.uint8) if len(raw) else torch.empty(0, dtype=torch.uint8, device="cpu")
     if locked and 0 < len(raw) <= RUN_NBYTES:
         data = page_locked(data)  # a tensor, which torch must know to lend its memory again
     blocks = (data[begin : begin + stored.nbytes] for stored, begin in zip(run, begins, strict=True))

@@ -399,7 +399,7 @@ def whole_tensors(comm: Communicator, reader: StoreReader, manifest: Manifest) -
     def made() -> list[StateTensor]:
         for key in stored_of:
             meta = reader.index(manifest).meta(key)
-            tensors[key] = torch.empty(meta.global_shape, dtype=TORCH_DTYPES[meta.dtype])
+            tensors[key] = torch.empty(meta.global_shape, dtype=TORCH_DTYPES[meta.dtype], device="cpu")
         return [
             StateTensor(key, split_key(key).fqn, whole, (0,) * whole.dim(), tuple(whole.shape))
             for key, whole in tensors.items()

@@ -130,7 +130,8 @@ class SlotStorage:
             for path, of_file in ranges.items():
                 for begin, end in joined_ranges(of_file):
                     asked.append(SlotSpan(self.files[path].share.holder, path, begin, end))
-                    self._fetched.setdefault(path, []).append((begin, torch.empty(end - begin, dtype=torch.uint8)))
+                    room = torch.empty(end - begin, dtype=torch.uint8, device="cpu")
+                    self._fetched.setdefault(path, []).append((begin, room))
         except Exception as error:  # raised once the other ranks, which wait for this one, know
             problem = error
         requests = answers_of(self.comm, [self.node, None if problem else asked])
@@ -161,7 +162,7 @@ class SlotStorage:
         if file.share.node == self.node:
             return _part_of(self._open(file.share), file.part)[begin:end]
         if begin == end:  # of a slice without elements
-            return torch.empty(0, dtype=torch.uint8)
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
         for first, data in self._fetched.get(path, ()):
             if first <= begin and end <= first + len(data):
                 return data[begin - first : end - first]

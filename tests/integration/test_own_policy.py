@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import re
 import sys
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import ModuleType
 from typing import get_type_hints
 
 import lightning.pytorch as pl
 import pytest
+import torch
 
-from moe_ckpt import release_host_memory
+from moe_ckpt import Memory, attach, release_host_memory
 from moe_ckpt.callbacks import MoECheckpoint
+from moe_ckpt.core.operators import Catalog
+from moe_ckpt.core.step import SnapshotPlan
 from moe_ckpt.policies import AnyOf, Dense, MoC, MoEvement, Needs, Policy, PolicyContext, needs_of
 from moe_ckpt.reading.reader import open_step
 from tests.support.tiny_moe import TinyMoE, loader
@@ -105,3 +108,36 @@ def test_the_page_names_what_there_is():
         names = {field.name for field in fields(groups.pop(group))}
         assert group == "measured" or names <= set(re.findall(r"`(\w+)`", row))
     assert not groups
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Saves everything at each fourth step, and only gradients between."""
+
+    needs = Needs(gradients="as_consumed", alone=True)
+
+    def plan(self, context: PolicyContext) -> SnapshotPlan:
+        run, everything = context.run, context.model.catalog.everything
+        if run.last_step is None or run.step % 4 == 0:
+            return SnapshotPlan(run.step, everything)
+        return SnapshotPlan(run.step, gradients=everything)
+
+    def check(self, catalog: Catalog) -> None:
+        """Takes every model."""
+
+    def describe(self) -> dict[str, str]:
+        return {"name": "gradients"}
+
+
+def test_a_log_of_steps_that_save_nothing_in_full(tmp_path):
+    model = torch.nn.Linear(8, 8)
+    optimizer = torch.optim.Adam(model.parameters())
+    memory = Memory(directory=tmp_path, storage_every=100)
+    with attach(model, optimizer, policy=Gradients(), dirpath=tmp_path / "store", memory=memory) as ckpt:
+        ckpt.resume()
+        for step in range(1, 7):
+            model(torch.ones(4, 8)).sum().backward()
+            optimizer.step()
+            ckpt.after_step(step)
+        assert ckpt.last.skips == 0
+        assert ckpt.last.gradient_factor > 1

@@ -81,7 +81,7 @@ class LiveState:
         saved = plan.full, plan.memory_only, plan.compute, self._ledger.mandatory
         read: Reading | None = None  # all tensors
         if self._here is not None and sum(map(len, saved)) * _MANY < len(self._catalog.everything):
-            chosen = np.concatenate([self._catalog.places_of(tuple(operators)) for operators in saved if operators])
+            chosen = np.concatenate([self._catalog.places_of(tuple(operators)) for operators in saved])
             read = self._here.of(chosen)
         tensors = self._state.tensors(of=read, listed=self._described is not None)
         if self._here is None or self._here.tensors is not tensors:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,12 @@ import pytest
 
 from moe_ckpt import Memory
 from moe_ckpt.commit.room import Room
-from moe_ckpt.core.step import Contents, Step
-from moe_ckpt.policies import Dense, MoC, MoEvement
+from moe_ckpt.core.step import Contents, SnapshotPlan, Step
+from moe_ckpt.policies import Dense, MoC, MoEvement, Needs
 from moe_ckpt.storage import LocalStorage
 from moe_ckpt.tiers import host_memory
 from tests.support.waiting import retry_until
-from tests.unit.engine_parts import Life, ThreadCommunicator, ThreadRanks, manifests, run_threads
+from tests.unit.engine_parts import GatedStorage, Life, ThreadCommunicator, ThreadRanks, manifests, run_threads
 
 STEPS = 22
 POLICIES = {"dense": Dense(), "moc": MoC(k=1, snapshot_k=2), "windows": MoEvement(window=4)}
@@ -80,3 +81,37 @@ def test_the_last_step_gets_to_storage_and_memory_gets_on_before(name, when_busy
             assert newest[-1] >= STEPS - BEHIND[name], newest
         else:
             assert newest[-1] > 1, newest
+
+
+class Small:
+    """After a dense checkpoint it saves no experts, so that memory has room for three snapshots, but not for both."""
+
+    needs = Needs(partial=True)
+
+    def plan(self, context):
+        catalog = context.model.catalog
+        small = tuple(op.id for op in catalog.always_saved)
+        return SnapshotPlan(context.run.step, small if context.run.last_step else catalog.everything)
+
+    def check(self, catalog):
+        pass
+
+    def describe(self):
+        return {"name": "small"}
+
+
+def test_what_neither_storage_nor_memory_takes_is_counted_once_and_said(tmp_path, caplog):
+    storage, memory = GatedStorage(tmp_path / "store"), Memory(directory=tmp_path, storage_every=1000)
+    with Life(storage, policy=Small(), memory=memory, host_memory_bytes=1600) as life:
+        life.go(2, settle=True)
+        storage.gate.clear()
+        with caplog.at_level(logging.WARNING, "moe_ckpt"):
+            for _ in range(5):
+                life.go()
+                assert life.session._snapshots.pipeline.first.wait(0, 60)
+        storage.gate.set()
+    *_, before, last = life.records
+    assert last.skipped
+    assert last.skips == before.skips + 1
+    assert "this one is left out: memory has no room for two" in caplog.text
+    assert "stays in memory only" not in caplog.text

@@ -167,7 +167,7 @@ class Backlog:
             plan: Of the snapshot.
             consensus: Of the step.
             ledger: Of the run.
-            tight: Memory has no room for two such snapshots.
+            tight: Memory has no room for two such snapshots: one that storage does not get is left out.
         """
         if self._cadence is None or plan.gradients:  # gradients are in memory only
             return not plan.gradients
@@ -189,12 +189,13 @@ class Backlog:
             )
         if goes and consensus.storage_busy and not (self._waits_if_busy or plan.wait):
             goes = False
-            self.skips += 1
+            self.skips += not tight  # else the caller leaves it out, and counts that
             self._say(
                 "behind",
-                "step %d: storage is still writing earlier checkpoints, so this one stays in memory only. Training "
-                "continues; storage gets the next one when it answers again",
+                "step %d: storage is still writing earlier checkpoints, so this one %s. Training continues; storage "
+                "gets the next one when it answers again",
                 plan.step,
+                "is left out: memory has no room for two" if tight else "stays in memory only",
             )
         elif goes:
             self._last_stored = plan.step, consensus.secs

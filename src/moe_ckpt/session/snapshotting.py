@@ -159,9 +159,7 @@ class Snapshotter:
         if pipeline.memory is not None:
             pipeline.memory.goes_on(None if plan.window is None else plan.window.start)
         if not self.backlog.begins(plan, pipeline, consensus):
-            if plan.window is not None:  # a first slot, too: a window under way was to end, since its tensors changed
-                self.booking.run_ledger.give_up_window()
-            return StepRecord(plan.step, skipped=True)
+            return self._left_out(plan)
         if consensus.used_up and (plan.wait or self._run.settings.when_busy == "wait"):
             self._settle_memory()
         outlives = self._run.settings.memory is not None
@@ -169,7 +167,7 @@ class Snapshotter:
         stored = self.backlog.to_storage(plan, consensus, self.booking.run_ledger, tight=tight)
         if tight and not stored and not plan.slot:  # it would replace the newest checkpoint in memory
             self.backlog.leave_out(plan, "earlier ones are still being written, and memory has no room for two")
-            return StepRecord(plan.step, skipped=True)
+            return self._left_out(plan)
         snapshot = self._begin(
             plan,
             plain,
@@ -179,7 +177,7 @@ class Snapshotter:
             before_training=before_training,
         )
         if snapshot is None:
-            return StepRecord(plan.step, skipped=True)
+            return self._left_out(plan)
         self.booking.meter.copied_nbytes = snapshot.plan.nbytes
         return StepRecord(
             plan.step,
@@ -193,6 +191,12 @@ class Snapshotter:
             to_storage=stored,
             gradient_factor=gradient_factor(plan, self.live.sizes) if plan.gradients else None,
         )
+
+    def _left_out(self, plan: SnapshotPlan) -> StepRecord:
+        """Returns the record of a step whose snapshot does not begin."""
+        if plan.window is not None:  # a first slot, too: a window under way was to end, since its tensors changed
+            self.booking.run_ledger.give_up_window()
+        return StepRecord(plan.step, skipped=True)
 
     def save_complete(self, step: int, capture: Capture) -> None:
         """Begins a snapshot of everything, unless the newest one is that."""
@@ -314,8 +318,6 @@ class Snapshotter:
             self.backlog.leave_out(plan, pipeline.room.trouble)
             if to_storage:
                 self.backlog.failed(plan.step, contents.window)
-            if plan.window is not None:
-                self.booking.run_ledger.give_up_window()
             return None
         self.newest, self._is_first = snapshot, False
         if self._run.gradients is not None:

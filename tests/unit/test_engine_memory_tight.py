@@ -11,7 +11,7 @@ import pytest
 from moe_ckpt import Memory
 from moe_ckpt.commit.room import Room
 from moe_ckpt.core.step import Contents, SnapshotPlan, Step
-from moe_ckpt.policies import Dense, MoC, MoEvement, Needs
+from moe_ckpt.policies import AnyOf, Dense, MoC, MoEvement, Needs
 from moe_ckpt.storage import LocalStorage
 from moe_ckpt.tiers import host_memory
 from tests.support.waiting import retry_until
@@ -115,3 +115,25 @@ def test_what_neither_storage_nor_memory_takes_is_counted_once_and_said(tmp_path
     assert last.skips == before.skips + 1
     assert "this one is left out: memory has no room for two" in caplog.text
     assert "stays in memory only" not in caplog.text
+
+
+@pytest.mark.parametrize(("ranks", "nbytes", "outlives"), [(1, 1600, False), (1, 1600, True), (2, 900, False)])
+def test_training_does_not_wait_for_storage_if_a_dense_checkpoint_has_no_room_beside_a_partial_one(
+    tmp_path, ranks, nbytes, outlives
+):
+    """Storage hangs with the partial one of step 3, and the budget has room for the dense one of step 4 only alone."""
+    policy = AnyOf([MoC(k=1), Dense(every_n_steps=4)])
+
+    def body(comm):
+        storage, memory = GatedStorage(tmp_path / "store"), Memory(directory=tmp_path) if outlives else None
+        settings = {"memory": memory, "host_memory_bytes": nbytes, "timeout_secs": 3.0}
+        with Life(storage, policy=policy, comm=comm, **settings) as life:
+            life.go(2, settle=True)
+            storage.gate.clear()
+            life.go(3)
+            storage.gate.set()
+        return life.records[-2:]
+
+    for steps in run_threads(ThreadRanks(ranks), body):
+        assert [step.skipped for step in steps] == [True, True]
+        assert steps[-1].failed_checkpoints == 0

@@ -161,7 +161,14 @@ class Pipeline:
         buffers, waited = None, False
         if refused is None:
             buffers, waited = self.room.find(
-                identity, contents, sizes, patience_secs, last=last, waits=waits, starts=starts
+                identity,
+                contents,
+                sizes,
+                patience_secs,
+                last=last,
+                waits=waits,
+                skips=agree is not None and not waits and not contents.slot,
+                starts=starts,
             )
         if agree is not None and not agree(refused is not None or not self.room.trouble):
             for buffer in buffers or ():

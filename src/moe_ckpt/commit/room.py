@@ -131,9 +131,11 @@ class Room:
         *,
         last: bool = False,
         waits: bool = True,
+        skips: bool = False,
         starts: bool = False,
     ) -> tuple[list[Buffer] | None, bool]:
-        """Takes buffers for a snapshot. It waits even if ``when_busy="skip"``, since peers may have begun the snapshot.
+        """Takes buffers for a snapshot. Unless it ``skips``, it waits for storage even if ``when_busy="skip"``, since
+        peers may have begun the snapshot.
 
         Args:
             identity: Of the snapshot.
@@ -142,6 +144,7 @@ class Room:
             patience_secs: Longest wait.
             last: See ``MemoryTier.drop``.
             waits: It also waits for memory that is being made, however long that takes.
+            skips: The ranks agree whether the snapshot begins: it is in ``trouble`` if only storage could make room.
             starts: The run has just started, so that a lack of room raises an error instead of leaving checkpoints out.
 
         Returns:
@@ -176,7 +179,11 @@ class Room:
                 return buffers, waited
             if self._give_up_recovery(nbytes, chain=not contents.gradients, last=last):
                 continue
-            if self._tier.outlives_process and not self._first.in_flight:
+            is_sealed = self._tier.outlives_process and not self._first.in_flight
+            if skips and (is_sealed or not self._tier.outlives_process):
+                self.trouble = "earlier ones are still being written"
+                return None, waited
+            if is_sealed:
                 logged = contents.since is not None and not self._pool.making  # a full snapshot takes its place
                 if logged or not self._comes_back(until):
                     return None, waited

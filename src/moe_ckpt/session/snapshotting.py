@@ -64,6 +64,7 @@ class Snapshotter:
         self.end_secs = run.settings.timeout_secs
         self._anchored_as: dict[str, int] = {}
         self._begun: set[tuple[int, ...]] = set()
+        self._shape: tuple[int, ...] = ()
 
     @property
     def pipeline(self) -> Pipeline:
@@ -335,12 +336,14 @@ class Snapshotter:
         """Returns a function by which the ranks agree whether each of them has memory for a snapshot; None if they need
         not.
 
-        They agree once for plans of one shape. After that, each rank knows beforehand whether it lacks memory
-        (``Room.is_short``).
+        They agree for a plan of a new shape, and for one of everything after one of another shape. Otherwise each rank
+        knows beforehand whether it lacks memory (``Room.is_short``).
         """
         saved = plan.full, plan.memory_only, plan.compute, plan.gradients
         shape = 0 if plan.window is None else plan.window.size, plan.slot, *map(len, saved)
-        if shape in self._begun:
+        before, self._shape = self._shape, shape
+        is_larger = len(plan.full) == len(self._run.catalog.everything) and shape != before
+        if shape in self._begun and not is_larger:
             return None
 
         def agree(has_memory: bool) -> bool:

@@ -70,6 +70,31 @@ def test_no_row_of_failures_ends_training(tmp_path, caplog):
     assert "step 17 was not committed either, for the same reason (16 in a row)" in caplog.text
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_step_whose_checkpoint_failed_is_saved_again_if_asked(tmp_path, ranks):
+    """The user makes room and asks once more, or training ends after the step."""
+
+    def body(comm):
+        comm.agrees_late = ranks > 1
+        storage = failing(tmp_path, 1, persistent=True)
+        with Life(storage, policy=Dense(), comm=comm) as life:
+            life.go(2, settle=True)
+            life.session.save_complete(life.step, life.capture)
+            assert not life.session.drain(life.step)[-1].committed
+            storage.fail_at = None
+            life.session.save_complete(life.step, life.capture)
+            assert life.session.drain(life.step)[-1].committed
+            life.session.save_complete(life.step, life.capture)
+            life.go(settle=True)
+            storage.fail_at = len(storage.calls) + 1
+            life.go(settle=True)
+            storage.fail_at = None
+            life.finish()
+
+    run_threads(ThreadRanks(ranks), body)
+    assert [(m.step, m.generation) for m in manifests(tmp_path)] == [(2, 2), (3, 2), (4, 3)]
+
+
 def test_state_that_only_pickle_could_hold_is_named_at_the_start(tmp_path):
     with Life(LocalStorage(tmp_path)) as life:
         life.capture = lambda: {"callbacks": {"mine": {"lock": threading.Lock()}}}

@@ -392,8 +392,8 @@ class CheckpointSession:
         )
 
     def save_complete(self, step: int, capture: Capture) -> None:
-        """Begins a snapshot of everything, unless the newest one is that. Called before other callbacks change the
-        weights (averaging), and by ``finish``."""
+        """Begins a snapshot of everything, unless the newest one is that, and has not failed. Called before other
+        callbacks change the weights (averaging), and by ``finish``."""
         self._receive()
         self._snapshots.save_complete(step, capture)
 

@@ -200,18 +200,25 @@ class Snapshotter:
         return StepRecord(plan.step, skipped=True)
 
     def save_complete(self, step: int, capture: Capture) -> None:
-        """Begins a snapshot of everything, unless the newest one is that."""
+        """Begins a snapshot of everything, unless the newest one is that, and has not failed. A collective."""
         newest, everything = self.booking.run_ledger.newest, self._run.catalog.everything
         if newest is not None and newest.step == step:
-            if newest.contents.full == everything:
+            if newest.contents.full == everything and not self._has_failed(newest):
                 return
             pipeline = self.pipeline
-            pipeline.generation += 1  # a partial checkpoint of this step has the name already
+            pipeline.generation += 1  # another checkpoint of this step has the name already
             if pipeline.memory is not None:
                 pipeline.memory.files.note_generation(pipeline.generation)
         self._settle_memory()
         plain = plain_of(capture, self._run.comm.rank)
         self._begin(SnapshotPlan(step, everything), plain, last=True, step_is_agreed=True)
+
+    def _has_failed(self, snapshot: InFlight) -> bool:
+        """Returns whether every rank knows that a snapshot has failed on storage. A collective."""
+        number = snapshot.identity.number
+        fates = [fate.committed for fate in self.pipeline.persister.fates(number - 1) if fate.number == number]
+        [others] = largest(self._run.comm, [int(fates != [False])])
+        return not others
 
     def _settle_memory(self) -> None:
         """If some rank's budget is used up, has the ranks agree now on what memory has, so that older snapshots give up

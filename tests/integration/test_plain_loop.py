@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import io
+import logging
 import re
 import secrets
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from lightning.fabric import Fabric
@@ -517,3 +519,104 @@ def test_passes_after_an_update_of_the_same_step_need_a_policy_without_windows(t
                 model(torch.ones(4, plain_run.WIDTH))
                 model.train()
             assert ckpt.after_step(number).step == number
+
+
+class LossSeen:
+    """The newest and the mean loss, which are NaN once a loss was: as numbers of Python, torch and numpy."""
+
+    def __init__(self) -> None:
+        self.seen: dict[str, Any] = {"newest": 0.0, "mean": torch.zeros(()), "all": np.zeros(2)}
+
+    def update(self, loss: float) -> None:
+        self.seen = {"newest": loss, "mean": self.seen["mean"] + loss, "all": self.seen["all"] + loss}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.seen
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.seen = state
+
+
+def test_a_window_is_computed_again_also_where_an_object_holds_nan(tmp_path: Path):
+    """NaN is unequal to itself: the step would seem to differ from what was recorded, at each start."""
+    for last in (9, 11):
+        model, _ = made()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        seen = LossSeen()
+        policy, options = MoEvement(window=3), {"dirpath": tmp_path, "stateful": {"loss": seen}, "when_busy": "wait"}
+        ckpt = moe_ckpt.attach(model, optimizer, policy=policy, **options)
+        begun = ckpt.resume().step
+        assert ckpt.replaying == (last == 11)
+        for number in range(begun + 1, last + 1):
+            model(torch.randn(4, plain_run.WIDTH)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            seen.update(float("nan"))
+            ckpt.after_step(number)
+        ckpt.close()
+        assert not ckpt.replaying
+
+
+@pytest.mark.parametrize("policy", [Dense(), MoEvement(window=3)])
+def test_a_group_that_a_loop_has_added_to_its_optimizer_comes_back(tmp_path: Path, policy: Any):
+    """As under Lightning. The loop cannot add it before ``resume``, which tells the step."""
+
+    def lived(store: str, last: int) -> dict[str, torch.Tensor]:
+        model, _ = made()
+        late = model[1].requires_grad_(False)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        ckpt = moe_ckpt.attach(model, optimizer, policy=policy, dirpath=tmp_path / store, when_busy="wait")
+        begun = ckpt.resume().step
+        for number in range(begun + 1, last + 1):
+            if number == 4:
+                late.requires_grad_(True)
+                optimizer.add_param_group({"params": list(late.parameters()), "lr": 5e-3})
+            step(model, optimizer)
+            optimizer.zero_grad()
+            ckpt.after_step(number)
+        ckpt.close()
+        assert [group["lr"] for group in optimizer.param_groups] == [1e-2, 5e-3]
+        return {name: value.clone() for name, value in model.state_dict().items()}
+
+    whole = lived("whole", 12)
+    for last in (6, 9, 12):
+        again = lived("stopped", last)
+    assert all(torch.equal(value, again[name]) for name, value in whole.items())
+
+
+def test_flags_of_parameters_that_the_checkpoint_overrules_are_said(tmp_path: Path, caplog):
+    for frozen in (False, False, True):
+        caplog.clear()
+        model, optimizer = made()
+        model[1].requires_grad_(not frozen)
+        with moe_ckpt.attach(model, optimizer, policy=Dense(), dirpath=tmp_path) as ckpt:
+            number = ckpt.resume().step + 1
+            step(model, optimizer)
+            ckpt.after_step(number)
+        said = r"requires_grad of 1\.\S+ and \d+ more True -> False \(training continues with the checkpoint's\)"
+        assert (re.search(said, caplog.text) is not None) == frozen
+
+
+def with_static_graph(rank: int, world_size: int, root: str) -> tuple[str, str]:
+    """The error with windows, and what is said without."""
+    model, _ = made()
+    ddp = nn.parallel.DistributedDataParallel(model, static_graph=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ConfigError) as error:
+        moe_ckpt.attach(ddp, optimizer, policy=MoEvement(window=3), dirpath=f"{root}/windows")
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("moe_ckpt").addHandler(handler)
+    ckpt = moe_ckpt.attach(ddp, optimizer, policy=Dense(), dirpath=f"{root}/dense")
+    ckpt.resume()
+    ckpt.close()
+    return str(error.value), "\n".join(said)
+
+
+def test_buckets_of_ddp_that_cannot_be_laid_out_in_advance_are_told_of(tmp_path: Path):
+    """As under Lightning: gradients of the first step would be added in another order."""
+    [(refused, said), *others] = run_ranks(with_static_graph, 3, str(tmp_path))
+    assert re.search(r"sparse window.*static_graph=True.*find_unused_parameters=True", refused)
+    assert re.search(r"will not be exact: DDP adds up the gradients of 3 ranks.*static_graph=True", said)
+    assert all(other == refused and "static_graph" not in silent for other, silent in others)

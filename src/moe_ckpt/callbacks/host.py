@@ -6,7 +6,6 @@ of other callbacks) is repeated by a run that died in between, but must not be r
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
@@ -39,7 +38,6 @@ from moe_ckpt.driver.changes import (
     optimizer_changes,
     plain_values,
     schedules_of,
-    trainable_changes,
 )
 from moe_ckpt.driver.host import End
 from moe_ckpt.driver.torch_model import TorchHost
@@ -88,8 +86,7 @@ class LightningHost(TorchHost):
         self.passes = TrainingPasses()
         self.settled, self.ended = True, False
         self._options = options
-        frozen = hashlib.sha256("\n".join(sorted(self.state.frozen())).encode()).hexdigest()[:16]
-        self._configured = configured_hyperparameters(trainer) | {"frozen": frozen}
+        self._configured = {**self._configured, **_configured(trainer)}
         self._retained_state: tuple[int, _Plain] | None = None
 
     @property
@@ -99,14 +96,11 @@ class LightningHost(TorchHost):
     def admits(self, manifest: Manifest, plain: _Plain) -> None:
         rank = rank_of_state(manifest, self.trainer.global_rank)
         check_state(self.trainer, plain, state_path(manifest.slots[0].directory, rank))
-        began = [len(groups) for groups in plain["configured"]["optimizers"]]
-        self.state.add_stored_groups(plain["plain"], began)
+        super().admits(manifest, plain)
 
     def load(self, restored: Restored) -> tuple[Sequence[Change], str | None]:
         plain = restored.plain
-        same = plain["configured"]["frozen"] == self._configured["frozen"]  # then training itself has frozen or thawed
-        thawed = [] if same else trainable_changes(plain["plain"]["frozen"], self.state.frozen())
-        self._load_model(plain, restored.path)
+        thawed = self._load_model(plain, restored.path)
         differences = changes(self.trainer, plain, self._configured) + thawed
         self._configured = plain["configured"]
         restore_checkpoint(self.trainer, plain["checkpoint"], restored.path)
@@ -202,13 +196,12 @@ _REPEATED: tuple[Repeated, ...] = (
 )
 
 
-def configured_hyperparameters(trainer: Any) -> dict[str, Any]:
-    """Returns the script's hyperparameters of optimizers and schedulers, as plain data.
+def _configured(trainer: Any) -> dict[str, Any]:
+    """Returns the script's hyperparameters of schedulers, and its settings, as plain data.
 
     Called before those of a checkpoint replace them, to be compared with the result at the beginning of the run.
     """
     return {
-        "optimizers": groups_of(trainer.optimizers),
         "schedulers": [plain_values(config.scheduler.state_dict()) for config in trainer.lr_scheduler_configs],
         "training": _training(trainer),
     }
@@ -233,7 +226,7 @@ def changes(trainer: Any, stored: Mapping[str, Any], now: Mapping[str, Any]) -> 
     Args:
         trainer: Of this script, with optimizers as they are in the checkpoint.
         stored: Plain state of the checkpoint.
-        now: Result of ``configured_hyperparameters``.
+        now: What ``LightningHost`` has found configured in this script.
     """
     differences: list[Change] = []
     checkpoint, before = stored["checkpoint"], stored["configured"]

@@ -111,13 +111,7 @@ def reasons_for_inexact_resume(trainer: Any, buckets: BucketOrder) -> list[str]:
         trainer: Of the fit.
         buckets: Of DDP.
     """
-    reasons: list[str] = []
-    if buckets.why_not is not None:
-        reasons.append(
-            f"DDP adds up the gradients of {trainer.world_size} ranks in another order in the first step of a process "
-            f"than later, and with {buckets.why_not} its buckets cannot be laid out in advance (give DDPStrategy "
-            "find_unused_parameters=True, which leaves them as they are)"
-        )
+    reasons = [] if buckets.inexact is None else [buckets.inexact]
     for loader in Private(trainer.fit_loop).combined_loader.flattened:
         name = type(loader).__name__
         unknown = why_unknown(trainer, loader)

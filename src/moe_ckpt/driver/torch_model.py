@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from abc import abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -11,10 +12,11 @@ from torch.optim import Optimizer
 
 from moe_ckpt.comm.communicator import make_communicator
 from moe_ckpt.core.operators import grid_of
-from moe_ckpt.driver.changes import Change, groups_of, optimizer_changes
+from moe_ckpt.driver.changes import Change, groups_of, optimizer_changes, trainable_changes
 from moe_ckpt.driver.host import Host, loading_state
 from moe_ckpt.driver.run import Driver
 from moe_ckpt.errors import ConfigError
+from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.interop.handover import Handover, load_handover
 from moe_ckpt.interop.weights import LoadedWeights, load_module_weights
 from moe_ckpt.modeling.discover import build_catalog, find_moe_layers
@@ -96,7 +98,8 @@ class TorchHost(Host):
         self.module = module
         self.state = TorchTrainingState(module, optimizers)
         self.generators = Generators(capture_rng, restore_rng)
-        self._configured: Mapping[str, Any] = {"optimizers": groups_of(optimizers)}
+        frozen = hashlib.sha256("\n".join(sorted(self.state.frozen())).encode()).hexdigest()[:16]
+        self._configured: Mapping[str, Any] = {"optimizers": groups_of(optimizers), "frozen": frozen}
 
     @property
     @abstractmethod
@@ -106,6 +109,10 @@ class TorchHost(Host):
     @abstractmethod
     def _count_from(self, step: int) -> None:
         """Sets the loop's count to ``step``, the steps that another host has done."""
+
+    def admits(self, manifest: Manifest, plain: Mapping[str, Any]) -> None:
+        began = [len(groups) for groups in plain["configured"]["optimizers"]]
+        self.state.add_stored_groups(plain["plain"], began)
 
     def advance_counts(self, missed: Mapping[str, int]) -> None:
         self.state.advance_counts(missed)
@@ -117,25 +124,31 @@ class TorchHost(Host):
 
     def load_state(self, path: str, comm: Communicator, experts: Sequence[int]) -> tuple[Handover, Sequence[Change]]:
         handover = load_handover(path, self.state, comm, experts)
-        self._load_model(handover.plain, handover.path)
+        differences = self._load_model(handover.plain, handover.path)
         with loading_state("a learning rate schedule or a gradient scaler", handover.path):
             handover.hand_out(self._scheduled)
-        differences = list(optimizer_changes(handover.groups, self._configured["optimizers"]))
+        differences += optimizer_changes(handover.groups, self._configured["optimizers"])
         if handover.groups:
             self._configured = {**self._configured, "optimizers": handover.groups}
         self._count_from(handover.manifest.step)
         return handover, differences
 
-    def _load_model(self, plain: Mapping[str, Any], path: str) -> None:
+    def _load_model(self, plain: Mapping[str, Any], path: str) -> list[Change]:
         """Loads the plain state of model and optimizers, and takes the random numbers.
 
         Args:
             plain: This rank's plain state.
             path: Of its file, for messages.
+
+        Returns:
+            Parameters that the script freezes or thaws, and the script of the checkpoint did not.
         """
+        now = self.state.frozen()
         with loading_state("the model and its optimizers", path):
             self.state.load_plain(plain["plain"])
         self.generators.schedule(plain["rng"])
+        same = plain["configured"].get("frozen") == self._configured["frozen"]  # else training froze or thawed them
+        return [] if same else trainable_changes(plain["plain"]["frozen"], now)
 
     def repeated(self, before: Mapping[str, Any], recorded: Mapping[str, Any]) -> Iterable[Repeated]:
         return _REPEATED

@@ -50,7 +50,7 @@ class BucketOrder:
         if isinstance(model, DistributedDataParallel) and ranks >= _LEAST_RANKS:
             # Where DDP looks for unused parameters, it leaves the buckets as they are at first.
             self._model = model if model.static_graph or not model.find_unused_parameters else None
-        self._hooked = hooked
+        self._ranks, self._hooked = ranks, hooked
         self.recorded: str | None = None
         self._settled = False  # ``recorded`` is the order of this process's buckets, or the order cannot be known
 
@@ -77,6 +77,18 @@ class BucketOrder:
         if any(hasattr(parameter, "_in_backward_optimizers") for parameter in parameters):
             return "updates in the backward pass"
         return None
+
+    @property
+    def inexact(self) -> str | None:
+        """Returns why the first step of a resumed process would not be exact; None if it will be."""
+        if self.why_not is None:
+            return None
+        return (
+            f"DDP adds up the gradients of {self._ranks} ranks in another order in the first step of a process than "
+            f"later, and with {self.why_not} its buckets cannot be laid out in advance (give "
+            "find_unused_parameters=True, without static_graph, to DDPStrategy or DistributedDataParallel, which "
+            "leaves them as they are)"
+        )
 
     def arrange(self) -> None:
         """Lays the buckets out as ``recorded`` before the first step of a resumed process.
@@ -116,7 +128,7 @@ class BucketOrder:
                 self._settled = True
                 log.warning(
                     "torch %s does not say how DDP lays out its buckets, so a resume may differ in the last bits of "
-                    "its first step (give DDPStrategy find_unused_parameters=True)",
+                    "its first step (give DDPStrategy or DistributedDataParallel find_unused_parameters=True)",
                     torch.__version__,
                 )
             return

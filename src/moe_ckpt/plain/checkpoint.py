@@ -86,8 +86,6 @@ class PlainCheckpoint(AttachedCheckpoint):
         model, optimizers = torch_model(model), [torch_optimizer(optimizer) for optimizer in optimizers]
         _require_usable(model, optimizers)
         self._uses_lbfgs = any(isinstance(optimizer, torch.optim.LBFGS) for optimizer in optimizers)
-        if options.needs.windows:
-            self._refuse_lbfgs()
         if not isinstance(stateful, Mapping):
             raise ConfigError(
                 f"moe_ckpt.attach(stateful={type(stateful).__name__}): give the objects by name, as in "
@@ -96,6 +94,8 @@ class PlainCheckpoint(AttachedCheckpoint):
         ranks = dist.get_world_size() if dist.is_initialized() else 1
         stateful = {name: torch_loader(name, target) for name, target in stateful.items()}
         super().__init__(PlainHost(model, optimizers, stateful, ranks), options)
+        if options.needs.windows:
+            self._require_repeatable()
 
         def open_log() -> GradientLogging:
             from moe_ckpt.gradient_log.recording import loop_log
@@ -151,7 +151,9 @@ class PlainCheckpoint(AttachedCheckpoint):
         driver.resume()
         restored = driver.restored
         if driver.replaying is not None:
-            self._refuse_lbfgs()
+            self._require_repeatable()
+        elif host.buckets.inexact is not None:
+            driver.say.inexact(f"a resume will not be exact: {host.buckets.inexact}")
         host.generators.restore_scheduled()
         if restored is not None:
             for target in host.stateful.values():
@@ -228,9 +230,15 @@ class PlainCheckpoint(AttachedCheckpoint):
             self._refusing = register_module_forward_pre_hook(self._refuse_pass)
         self._driver.note(Moment.WRITTEN)
 
-    def _refuse_lbfgs(self) -> None:
+    def _require_repeatable(self) -> None:
+        """Raises ``ConfigError`` unless the steps of a sparse window can be computed again exactly."""
         if self._uses_lbfgs:
             raise ConfigError(f"{_INEXACT}LBFGS computes passes within its update. Use another optimizer, Dense or MoC")
+        if self._host.buckets.inexact is not None:
+            raise ConfigError(
+                "steps of a sparse window (MoEvement) are computed again after a failure, so a resume must be exact, "
+                f"and this one would not be: {self._host.buckets.inexact}. Or use GradientLog, Dense or MoC"
+            )
 
     def _refuse_pass(self, module: nn.Module, _: Any) -> None:
         if module in self._modules and module.training and torch.is_grad_enabled():

@@ -17,6 +17,7 @@ from moe_ckpt.driver.changes import Change, batches_of, changes_between, optimiz
 from moe_ckpt.driver.host import Stateful, loading_state
 from moe_ckpt.driver.torch_model import TorchHost
 from moe_ckpt.errors import ConfigError
+from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.modeling.blocks import has_blocks, is_dtensor, require_known_holders, with_blocks, without_blocks
 from moe_ckpt.modeling.bucket_order import BucketOrder
 from moe_ckpt.recovery.executing import Restored
@@ -73,9 +74,13 @@ class PlainHost(LoopHost, TorchHost):
         self._configured = {**self._configured, "schedules": schedules, "batches": batches}
         self._is_sharded = any(map(is_dtensor, module.parameters()))
 
+    def admits(self, manifest: Manifest, plain: _Plain) -> None:
+        LoopHost.admits(self, manifest, plain)
+        TorchHost.admits(self, manifest, plain)
+
     def load(self, restored: Restored) -> tuple[Sequence[Change], str | None]:
         plain = restored.plain
-        self._load_model(plain, restored.path)
+        changes = self._load_model(plain, restored.path)
         for name, target in self.stateful.items():
             with loading_state(f"{name} ({type(target).__name__})", restored.path):
                 state = plain["stateful"][name]
@@ -85,10 +90,10 @@ class PlainHost(LoopHost, TorchHost):
                 if generator is not None and recorded is not None:
                     generator.set_state(recorded)
         before, now = plain["configured"], self._configured
-        changes = list(optimizer_changes(before["optimizers"], now["optimizers"]))
+        changes += optimizer_changes(before["optimizers"], now["optimizers"])
         changes += changes_between("schedule ", before["schedules"], now["schedules"], from_checkpoint=False)
         changes += changes_between("data loader ", before["batches"], now["batches"], from_checkpoint=False)
-        self._configured = {**now, "optimizers": before["optimizers"]}
+        self._configured = {**now, "optimizers": before["optimizers"], "frozen": before.get("frozen", now["frozen"])}
         self.loop.set_position(int(plain["step"]), plain["counters"])
         self.buckets.recorded = plain["buckets"]
         return changes, other_ranks(restored.manifest, self._world_size)

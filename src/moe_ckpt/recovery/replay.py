@@ -166,14 +166,21 @@ def require_repeated(step: int, parts: Iterable[Repeated], recorded: Plain, capt
 
 
 def are_plain_states_equal(one: Any, other: Any) -> bool:
-    """Returns whether two values of plain state are equal, tensors and arrays to the last bit."""
+    """Returns whether two values of plain state are equal, tensors and arrays to the last bit; NaN equals NaN."""
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return one.dtype == other.dtype and torch.equal(one.cpu(), other.cpu())
+        alike = one.dtype == other.dtype and one.shape == other.shape
+        return alike and torch.equal(_bits(one), _bits(other))
+    if isinstance(one, np.ndarray) and isinstance(other, np.ndarray):
+        return one.dtype == other.dtype and one.shape == other.shape and one.tobytes() == other.tobytes()
     if isinstance(one, Mapping) and isinstance(other, Mapping):
         return one.keys() == other.keys() and all(are_plain_states_equal(one[key], other[key]) for key in one)
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
         return len(one) == len(other) and all(map(are_plain_states_equal, one, other))
     if isinstance(one, (torch.Tensor, Mapping, list, tuple)) or isinstance(other, (torch.Tensor, Mapping, list, tuple)):
         return False
-    equal = one == other
+    equal = (one == other) | ((one != one) & (other != other))
     return bool(equal.all()) if hasattr(equal, "all") else bool(equal)
+
+
+def _bits(values: torch.Tensor) -> torch.Tensor:
+    return values.detach().cpu().contiguous().reshape(-1).view(torch.uint8)

@@ -30,7 +30,9 @@ from moe_ckpt import policies
 from moe_ckpt.callbacks import MoECheckpoint
 from moe_ckpt.data import RecoverableDistributedSampler
 from moe_ckpt.errors import ConfigError, MoECheckpointError, StoreError, UnsupportedError
+from moe_ckpt.format.contents import state_contents
 from moe_ckpt.policies import Dense, MoC, MoEvement
+from moe_ckpt.reading.reader import open_step
 from tests.integration import plain_run
 from tests.integration.plain_run import STEPS, Loop
 from tests.support.kills import Kill, drawn, killed
@@ -595,6 +597,22 @@ def test_flags_of_parameters_that_the_checkpoint_overrules_are_said(tmp_path: Pa
             ckpt.after_step(number)
         said = r"requires_grad of 1\.\S+ and \d+ more True -> False \(training continues with the checkpoint's\)"
         assert (re.search(said, caplog.text) is not None) == frozen
+
+
+def test_a_state_without_one_of_its_fields_is_no_state_of_a_loop(tmp_path: Path):
+    """It is refused as one of Lightning's or Megatron's, before anything is loaded, and not by a ``KeyError``."""
+    model, optimizer = made()
+    loader = StatefulDataLoader(range(8), 2, shuffle=True, generator=torch.Generator())
+    with moe_ckpt.attach(model, optimizer, policy=Dense(), dirpath=tmp_path, stateful={"data": loader}) as ckpt:
+        ckpt.resume()
+        step(model, optimizer)
+        ckpt.after_step(1, counters={"epoch": 1})
+    reader, manifest = open_step(tmp_path)
+    state = reader.state(manifest, 0)
+    assert state_contents(state) == ""
+    for name in state.keys() - {"framework", "stepped"}:
+        assert name in state_contents({key: value for key, value in state.items() if key != name})
+        assert name in state_contents({**state, name: 1.5})
 
 
 def with_static_graph(rank: int, world_size: int, root: str) -> tuple[str, str]:

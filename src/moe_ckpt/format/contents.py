@@ -207,6 +207,22 @@ _LIGHTNING: Schema = {
     "rng": _RNG,
     "configured": {"optimizers": [[_SETTINGS]], "schedulers": [_SETTINGS], "training": _SETTINGS, "frozen": text},
 }
+_LOOP: Schema = {
+    "step": whole(),
+    "stepped?": whole(),
+    "counters": mapping(anything, anything),
+    "stateful": mapping(anything, anything),
+    "plain": both(_PLAIN, {"optimizers": anything}),
+    "rng": _RNG,
+    "loader_generators": mapping(_generator_state, anything),
+    "buckets": maybe(text),
+    "configured": {
+        "optimizers": [[_SETTINGS]],
+        "schedules": mapping([text], anything),
+        "batches": mapping(_SETTINGS, anything),
+        "frozen?": text,
+    },
+}
 _MEGATRON: Schema = {
     "iteration": whole(),
     "consumed_samples": whole(),
@@ -219,7 +235,7 @@ _MEGATRON: Schema = {
     "configured": {"groups": [_SETTINGS], "scheduler": _SETTINGS, "resting": [text]},
 }
 _ANY: Schema = {"framework?": text, "gradient_log?": _GRADIENT_LOG}
-_FRAMEWORKS: dict[Any, Schema] = {"lightning": _LIGHTNING, "megatron": _MEGATRON}
+_FRAMEWORKS: dict[Any, Schema] = {"lightning": _LIGHTNING, "torch": _LOOP, "megatron": _MEGATRON}
 
 
 def state_contents(datum: Any) -> str:

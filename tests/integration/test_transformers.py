@@ -15,13 +15,15 @@ from torch.utils.data import DataLoader
 
 pytest.importorskip("accelerate")
 
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import EarlyStoppingCallback, LlamaConfig, LlamaForCausalLM, TrainerCallback
+from transformers.trainer_callback import ExportableState
 
 import moe_ckpt
 from moe_ckpt.callbacks import MoECheckpoint
 from moe_ckpt.errors import ConfigError, UnsupportedError
 from moe_ckpt.policies import Dense, MoC
 from moe_ckpt.transformers import MoECheckpointCallback
+from moe_ckpt.transformers.progress import TrainerProgress
 from tests.integration import transformers_run
 from tests.integration.test_plain_loop import require_alike
 from tests.integration.transformers_run import BATCH, SAMPLES, Run
@@ -201,6 +203,34 @@ def test_a_job_that_others_continue_is_not_taken_for_stopped_early(tmp_path: Pat
     life(tmp_path / "killed", longer, kill_at=11)
     assert life(tmp_path / "killed", longer)["begins"] in ([10, 11], [11])
     assert "was ended by EarlyStoppingCallback" not in capfd.readouterr().err
+
+
+class Counts(TrainerCallback, ExportableState):
+    """A callback with a state of its own."""
+
+    def __init__(self, seen: int = 0) -> None:
+        self.seen = seen
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {}, "attributes": {"seen": self.seen}}
+
+
+def test_a_callback_gets_its_state_back_beside_others_than_the_run_had(tmp_path: Path, caplog):
+    """Patience that was spent does not begin anew because another callback was added or left out."""
+
+    def progress(*callbacks: TrainerCallback) -> TrainerProgress:
+        made = transformers_run.trainer(str(tmp_path), Run(), *callbacks)
+        made._tr_loss, made._globalstep_last_logged = torch.zeros(()), 0
+        return TrainerProgress(made)
+
+    before, patience, counts = EarlyStoppingCallback(3), EarlyStoppingCallback(3), Counts(1)
+    before.early_stopping_patience_counter = 2
+    saved = progress(before).state_dict()
+    progress(counts, patience).load_state_dict(saved)
+    assert (patience.early_stopping_patience_counter, counts.seen) == (2, 1)
+    assert "callbacks" not in caplog.text
+    progress(patience).load_state_dict(progress(Counts(5), before).state_dict())
+    assert "the checkpoint holds state of callbacks that this Trainer does not have: Counts" in caplog.text
 
 
 def test_the_best_model_is_loaded_after_the_last_step_is_saved(tmp_path: Path):

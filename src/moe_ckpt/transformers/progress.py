@@ -95,10 +95,18 @@ class TrainerProgress:
             setattr(trainer.state, name, value)
         for name, value in state["sums"].items():
             setattr(trainer, name, value.to(trainer.args.device) if isinstance(value, torch.Tensor) else value)
-        callbacks = self._callbacks()
-        if [type(one).__name__ for one in callbacks] == [name for name, _ in state["callbacks"]]:
-            for one, (_, attributes) in zip(callbacks, state["callbacks"], strict=True):
-                vars(one).update(attributes)
+        callbacks, absent = self._callbacks(), []
+        for name, attributes in state["callbacks"]:
+            one = next((one for one in callbacks if type(one).__name__ == name), None)
+            if one is None:
+                absent.append(name)
+                continue
+            callbacks.remove(one)
+            vars(one).update(attributes)
+        if absent:
+            log.warning(
+                "the checkpoint holds state of callbacks that this Trainer does not have: %s", ", ".join(absent)
+            )
 
     def _data(self) -> dict[str, Any]:
         """Returns settings on which the position in the data depends."""

@@ -104,9 +104,8 @@ class TrainerProgress:
             callbacks.remove(one)
             vars(one).update(attributes)
         if absent:
-            log.warning(
-                "the checkpoint holds state of callbacks that this Trainer does not have: %s", ", ".join(absent)
-            )
+            names = ", ".join(absent)
+            log.warning("the checkpoint holds state of callbacks that this Trainer does not have: %s", names)
 
     def _data(self) -> dict[str, Any]:
         """Returns settings on which the position in the data depends."""

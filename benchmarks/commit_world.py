@@ -68,6 +68,8 @@ PlanKey = tuple[tuple[str, ...], tuple[str, ...], bool]
 class State:
     """``ports.TrainingState``: weights, AdamW's moments and step counts, all views of the same few numbers."""
 
+    buffers = ()
+
     def __init__(self, layers: int, experts: int) -> None:
         self.catalog = _catalog(layers, experts)
         numbers, count = torch.ones(max(experts, 16), _WIDTH), torch.tensor(1.0)

@@ -36,6 +36,8 @@ class LiveState:
 class StillState:
     """What a session asks of a training state (``ports.TrainingState``), around tensors that nobody trains."""
 
+    buffers = ()
+
     def __init__(self, catalog: Catalog, tensors: Sequence[StateTensor]) -> None:
         self.catalog, self._tensors = catalog, tensors
         self._specs = specs_of(tensors)

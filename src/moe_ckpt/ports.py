@@ -6,7 +6,7 @@ or tensor step counts, DTensors, capturable flags.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -141,6 +141,10 @@ class TrainingState(Protocol):
         are ``format.sealed.FixedStrings``, so that they are encoded once. Called at every snapshot: of the parameters
         it may compare, as ``tensors()``, what they are, but not describe them.
         """
+
+    @property
+    def buffers(self) -> Collection[str]:
+        """Returns names of buffers in the plain state that under another layout other ranks may hold."""
 
     def require_loadable(self, plain: Mapping[str, Any]) -> None:
         """Raise unless ``load_plain(plain)`` can follow and optimizer state is of this run's optimizers.

@@ -28,6 +28,7 @@ MOVES = {
     "ep2-dp2 to ep2": (EP2, 4, EP2, 2),
     "ep2-dp2-sharded to ep2": (EP2_SHARDED, 4, EP2, 2),
     "pp2-ep2 to ep2": (PP2_EP2, 4, EP2, 2),
+    "pp2-ep2-bias to ep2": (replace(PP2_EP2, expert_bias=True), 4, replace(EP2, expert_bias=True), 2),
     "ep2 to ep2-dp2-sharded": (EP2, 2, EP2_SHARDED, 4),
 }
 AT = 5

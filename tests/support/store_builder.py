@@ -393,6 +393,8 @@ class LiveState:
 
     MARK = -77.0
 
+    buffers = ()
+
     def __init__(self, rank: int = 0, ranks: int = 1, dim: int = 0, parameters: Mapping[str, Any] = PARAMETERS) -> None:
         self.rank, self.ranks, self.dim = rank, ranks, dim
         self.held: dict[str, StateTensor] = {}

@@ -74,6 +74,8 @@ class TinyState:
     ``change`` replaces what ``tensors()`` gives: a test's way to break one rank's share.
     """
 
+    buffers = ()
+
     def __init__(self, model: Catalog) -> None:
         self.held: dict[str, StateTensor] = {}
         self.change: Callable[[list[StateTensor]], list[StateTensor]] = lambda tensors: tensors

@@ -6,7 +6,7 @@ and optimizer state, with tensors still on disk until they are asked for.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -123,16 +123,10 @@ def module_buffers(reader: StoreReader, manifest: Manifest) -> dict[str, Any]:
     return _under_all_names(_tensors(plain), manifest, plain)
 
 
-def all_buffers(reader: StoreReader, manifest: Manifest, names: Collection[str] | None = None) -> dict[str, Any]:
-    """Buffers, where ranks hold different layers: those of one name are alike.
-
-    Args:
-        names: Enough of them; None for all there are.
-    """
+def all_buffers(reader: StoreReader, manifest: Manifest) -> dict[str, Any]:
+    """Buffers, where ranks hold different layers: those of one name are alike."""
     buffers: dict[str, Any] = {}
     for rank in range(manifest.world_size):
-        if names is not None and buffers.keys() >= set(names):
-            break
         buffers |= reader.state(manifest, rank)["plain"]["buffers"]
     return buffers
 

@@ -129,7 +129,7 @@ class MegatronCheckpoint(AttachedCheckpoint):
         with ExitStack() as failing:  # a caller may catch an error and train without checkpoints
             failing.callback(comm.close)
             state = MegatronTrainingState(inventory, optimizer, comm)
-            super().__init__(MegatronHost(chunks, state, optimizer, objects, options, count_update), options)
+            super().__init__(MegatronHost(chunks, state, optimizer, objects, count_update), options)
             failing.callback(self.close, 0.0)
             self._chunks, self.policy, self.dirpath = chunks, options.policy, options.dirpath
             self._open(comm, inventory, optimizer)

@@ -19,7 +19,6 @@ from moe_ckpt.driver.host import Stateful, loading_state
 from moe_ckpt.errors import ConfigError, OtherLayoutError
 from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.interop.weights import LoadedWeights
-from moe_ckpt.interop.whole import all_buffers
 from moe_ckpt.megatron.compat import changed_attributes, rng_tracker
 from moe_ckpt.megatron.inventory import architecture
 from moe_ckpt.megatron.optimizers import SCHEDULER, changes, configured_hyperparameters, write_settings
@@ -28,11 +27,8 @@ from moe_ckpt.megatron.world import is_rank_zero, layout
 from moe_ckpt.modeling.rng import Generators, capture_rng, restore_rng
 from moe_ckpt.notices import announce
 from moe_ckpt.ports import Communicator
-from moe_ckpt.reading.reader import StoreReader
 from moe_ckpt.recovery.executing import Restored
 from moe_ckpt.recovery.replay import Repeated, are_plain_states_equal
-from moe_ckpt.run.options import Options
-from moe_ckpt.storage import open_storage
 
 _Plain = Mapping[str, Any]
 
@@ -123,14 +119,12 @@ class MegatronHost(LoopHost):
         state: MegatronTrainingState,
         optimizer: Any,
         stateful: Mapping[str, Stateful],
-        options: Options,
         count_update: Callable[[], bool],
     ) -> None:
         super().__init__(stateful, Loop())
         self._count_update = count_update
         self.state = state
         self.generators = Generators(capture_generators, restore_generators)
-        self._options = options
         self._optimizer = optimizer
         self._settings = functools.partial(configured_hyperparameters, optimizer, stateful)
         self._configured: _Plain = self._settings() | {RESTING: self.state.trained.resting()}
@@ -152,16 +146,13 @@ class MegatronHost(LoopHost):
             )
 
     def load(self, restored: Restored) -> tuple[Sequence[Change], str | None]:
-        """Restores everything but tensors and random numbers. Buffers that other ranks held are in their files.
+        """Restores everything but tensors and random numbers.
 
         Raises:
             ConfigError: The checkpoint is of a run with other buffers.
             StoreError: An object does not take the state that is stored of it.
         """
         plain, stored = restored.plain, restored.plain["plain"]
-        if not self.state.buffers <= stored["buffers"].keys():
-            reader = StoreReader(open_storage(self._options.dirpath))
-            stored = stored | {"buffers": all_buffers(reader, restored.manifest, self.state.buffers)}
         with loading_state("the model and its optimizer", restored.path):
             self.state.load_plain(stored)
         # After the optimizer, as in Megatron: a schedule that overrides the checkpoint's writes its rates there.

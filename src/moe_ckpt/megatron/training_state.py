@@ -199,7 +199,7 @@ class MegatronTrainingState:
 
     @property
     def buffers(self) -> Set[str]:
-        """Returns the names of the buffers that this rank holds."""
+        """See ``ports.TrainingState``: pipeline stages hold those of their layers."""
         return self._inventory.buffers.keys()
 
     def _exact_buffers(self) -> Mapping[str, torch.Tensor]:
@@ -252,7 +252,7 @@ class MegatronTrainingState:
         }
 
     def require_loadable(self, plain: Mapping[str, Any]) -> None:
-        """See ``ports.TrainingState``. ``load_plain`` compares the buffers, since those of other layers may be added.
+        """See ``ports.TrainingState``. ``load_plain`` compares the buffers.
 
         Raises:
             ConfigError: The optimizer is of another class, or has other parameters.

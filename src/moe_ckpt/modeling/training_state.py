@@ -58,6 +58,8 @@ class TorchTrainingState:
             has a type that cannot be stored.
     """
 
+    buffers = ()  # all ranks hold the same
+
     def __init__(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
         self._model = model
         self._optimizers = tuple(optimizers)

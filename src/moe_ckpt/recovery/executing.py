@@ -44,6 +44,8 @@ log = logging.getLogger("moe_ckpt")
 
 _TIERS = {Tier.HOST: "memory", Tier.PEER: "peers", Tier.STORAGE: "storage"}
 
+_BUFFER = "side/{}/plain/buffers/{}"
+"""Key of a side tensor: rank, name of a buffer in its plain state."""
 _OF_OTHERS, _OF_STORAGE = 1, 2
 """What a rank still needs of a checkpoint in memory: bytes of other nodes; bytes of storage, which may be shared."""
 
@@ -390,7 +392,8 @@ class Recovery:
         reader, manifest = opened.reader, opened.manifest
         index, rank = reader.index(manifest), rank_of_state(manifest, self.comm.rank)
         yield from plain_spans(reader, slots or manifest.slots, (rank,))
-        yield from (stored.span for stored in besides)
+        missing = missing_buffers(manifest, index.side, rank, self.state.buffers)
+        yield from (stored.span for stored in (*missing.values(), *besides))
         parameters = parameters_of(self.state)
         for stored_of in (index.tensors, *index.replay.values()):
             yield from (stored.span for stored in needed_slices(stored_of, parameters))
@@ -417,18 +420,40 @@ def opening_checkpoint(recovery: Recovery, reader: StoreReader, manifest: Manife
         from moe_ckpt.windows.replay import open_window
 
         return open_window(recovery, reader, manifest)
-    restored = open_dense(reader, manifest, recovery.comm.rank, recovery.admits)
+    restored = open_dense(reader, manifest, recovery.comm.rank, recovery.admits, recovery.state.buffers)
     require_fitting(reader, manifest, recovery.state, restored.plain.get("plain"))
     return restored, StorageSource(reader, manifest, recovery.state)
 
 
-def open_dense(reader: StoreReader, manifest: Manifest, rank: int, admits: Admits | None) -> Restored:
-    """Returns a dense checkpoint with the plain state for ``rank``. Loads nothing."""
+def open_dense(
+    reader: StoreReader, manifest: Manifest, rank: int, admits: Admits | None, buffers: Collection[str] = ()
+) -> Restored:
+    """Returns a dense checkpoint with the plain state for ``rank``, completed by ``buffers``. Loads nothing."""
     taken = rank_of_state(manifest, rank)
     plain = reader.state(manifest, taken)
     if admits is not None:
         admits(manifest, plain)
+    if missing := missing_buffers(manifest, reader.index(manifest).side, taken, buffers):
+        names = {stored: name for name, stored in missing.items()}
+        added = {names[stored]: values.clone() for stored, values in reader.read_many(names)}
+        plain["plain"] = {**plain["plain"], "buffers": {**plain["plain"]["buffers"], **added}}
     return Restored(manifest, plain, path=state_path(manifest.directory, taken))
+
+
+def missing_buffers(
+    manifest: Manifest, side: Mapping[str, StoredSlice], rank: int, buffers: Collection[str]
+) -> dict[str, StoredSlice]:
+    """Returns, by name, those of ``buffers`` that the plain state of ``rank`` lacks, as another rank's has them.
+
+    Args:
+        manifest: The checkpoint.
+        side: Its side tensors, by key.
+        rank: A rank that wrote it.
+        buffers: Names.
+    """
+    lacking = [name for name in buffers if _BUFFER.format(rank, name) not in side]
+    keys = {name: [_BUFFER.format(other, name) for other in range(manifest.world_size)] for name in lacking}
+    return {name: side[key] for name, of_ranks in keys.items() for key in of_ranks if key in side}
 
 
 def rank_of_state(manifest: Manifest, rank: int) -> int:

@@ -370,7 +370,7 @@ def load_step(
     def fitting() -> tuple[StoreReader, Restored]:
         reader, manifest = opens()
         require_dense(manifest)
-        restored = open_dense(reader, manifest, comm.rank, admits)
+        restored = open_dense(reader, manifest, comm.rank, admits, state.buffers)
         require_fitting(reader, manifest, state, None if model_only else restored.plain.get("plain"))
         return reader, restored
 

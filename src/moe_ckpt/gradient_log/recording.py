@@ -40,8 +40,8 @@ class RunLog(GradientConsumer, GradientRecord):
     from ``begin`` on.
 
     Args:
-        attach: Gives consumed gradients to a consumer (``lightning.capture_gradients``,
-            ``megatron.capture_gradients``).
+        attach: Gives consumed gradients to a consumer (``capture_gradients``, here and in
+            ``gradient_log.megatron``).
         optimizers: Optimizers of this rank.
         policy: Policy of the run: its needs, and its name for messages.
         release: Called before gradients are overwritten; returns when they are no longer read.

@@ -208,7 +208,7 @@ def test_counters_come_back(tmp_path: Path):
         with moe_ckpt.attach(model, optimizer, policy=Dense(), dirpath=tmp_path) as ckpt:
             progress = ckpt.resume()
             assert (progress.restored, progress.counters) == ((True, {"epoch": 1}) if steps == 3 else (False, {}))
-            for number in range(progress.step, steps):
+            for number in np.arange(progress.step, steps):
                 step(model, optimizer)
                 ckpt.after_step(number + 1, counters={"epoch": 1})
     assert progress.step == 2

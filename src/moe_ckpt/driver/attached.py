@@ -47,7 +47,7 @@ class LoopPosition:
 
     def set_position(self, step: int, counters: Mapping[str, Any]) -> None:
         """Sets the position at which training begins."""
-        self.step, self.counters = step, counters
+        self.step, self.counters = int(step), counters  # numpy's numbers are no JSON
 
     def count(self, call: str, step: int, counters: Mapping[str, Any] | None) -> None:
         """Counts a step.
@@ -69,7 +69,7 @@ class LoopPosition:
         if counters is not None:
             encode_tree(counters, "counters")  # which raises, before a checkpoint would
             self.counters = deepcopy(dict(counters))
-        self.step, self.moved, self.is_updating = step, True, False
+        self.step, self.moved, self.is_updating = int(step), True, False
 
     def require_counted(self, call: str) -> None:
         """Raises ``ConfigError`` between an update and ``after_step``: the state has no step's number yet."""

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from moe_ckpt.memory.options import Memory
 from moe_ckpt.run.events import StepEnded
@@ -435,3 +436,25 @@ def skipped_behind_a_pass(rank: int, world: int, root: str) -> dict[bool, int]:
         found[passes] = ckpt.session.run_ledger.tokens.routed_tokens
         ckpt.close()
     return found
+
+
+def epochs(rank: int, world_size: int, root: str, seed: int | None, workers: int, ends: Sequence[int]) -> list[Any]:
+    """Batches, losses and norms of lives that go on to the end of an epoch, where data loaders draw the next one."""
+    told = []
+    for last in ends:
+        built = megatron_gpt.build(SETUP, 1)
+        loaders = []
+        for _ in range(2):  # ranks in the middle of a pipeline iterate none
+            generator = None if seed is None else torch.Generator().manual_seed(seed)
+            loaders.append(StatefulDataLoader(range(8), 2, shuffle=True, num_workers=workers, generator=generator))
+        ckpt = attached(built, root, Plan(), stateful=dict(zip(("read", "unread"), loaders, strict=True)))
+        iteration = ckpt.resume().iteration
+        while iteration < last:
+            for batch in loaders[0]:
+                told.append((batch.tolist(), *megatron_gpt.train_step(built, iteration)))
+                iteration += 1
+                ckpt.after_step(iteration, consumed_samples=0)
+                if iteration == last:
+                    break
+        ckpt.close()
+    return told

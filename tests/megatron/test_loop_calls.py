@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from moe_ckpt.megatron import Progress
 from moe_ckpt.megatron.host import idle_generators
 from tests.megatron import loop_calls
@@ -171,3 +173,13 @@ def test_which_generators_say_something_of_a_step():
 def test_tokens_of_passes_whose_update_is_skipped_do_not_count(tmp_path: Path):
     found = only(loop_calls.skipped_behind_a_pass, tmp_path)
     assert found[True] == found[False] > 0
+
+
+@pytest.mark.parametrize(("seed", "workers"), [(None, 0), (3, 0), (None, 1), (3, 1)])
+@pytest.mark.quick("None-0", "3-1")
+def test_later_epochs_are_shuffled_alike(tmp_path: Path, seed: int | None, workers: int):
+    """After restarts in the middle of an epoch, and at its end; with the run's generator, and the loader's own."""
+    killed, whole = (
+        only(loop_calls.epochs, tmp_path / str(len(ends)), seed, workers, ends) for ends in ((1, 6, 8, 12), (12,))
+    )
+    assert killed == whole

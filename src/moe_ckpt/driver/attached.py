@@ -7,17 +7,19 @@ from contextlib import ExitStack
 from copy import deepcopy
 from typing import Any, TypeVar
 
+import torch
 from torch.utils.data import DataLoader
 
 from moe_ckpt.data import RecoverableDistributedSampler, draws_new_order, samplers_of
 from moe_ckpt.driver.changes import Change
-from moe_ckpt.driver.host import End, Host, SealingSurvivors, Stateful, require_framework
+from moe_ckpt.driver.host import End, Host, SealingSurvivors, Stateful, loading_state, require_framework
 from moe_ckpt.driver.run import CLOSE_SECS, Driver
 from moe_ckpt.driver.states import State
 from moe_ckpt.errors import ConfigError
 from moe_ckpt.format.manifest import Manifest
 from moe_ckpt.format.run_records import Finished
 from moe_ckpt.format.tree import encode_tree
+from moe_ckpt.modeling.rng import capture_rng, restore_rng
 from moe_ckpt.recovery.recovery_plan import RecoveryPlan
 from moe_ckpt.run.events import StepRecord
 from moe_ckpt.run.options import Options
@@ -92,6 +94,7 @@ class LoopHost(Host):
     Attributes:
         framework: Its name; the plain state has it in lower case.
         attach: The function that was given ``stateful``, for messages.
+        loaders: The data loaders in ``stateful``, by name.
 
     Raises:
         ConfigError: An object lacks ``state_dict`` or ``load_state_dict``.
@@ -128,10 +131,26 @@ class LoopHost(Host):
                     + ("Use torchdata's StatefulDataLoader" if is_loader else "Give it both, or leave it out")
                 )
         self.stateful, self.loop, self.unit = stateful, loop, loop.unit
+        wrapped = {name: getattr(target, "loader", target) for name, target in stateful.items()}
+        self.loaders = {name: target for name, target in wrapped.items() if isinstance(target, DataLoader)}
 
     @property
     def step(self) -> int:
         return self.loop.step
+
+    def loader_generators(self) -> dict[str, torch.Tensor]:
+        """Returns states of generators that were given to data loaders, which draw orders and seeds of workers from it.
+
+        A loader's own state has the order of one epoch only (torchdata 0.11): later ones follow from the generator.
+        """
+        return {name: one.generator.get_state() for name, one in self.loaders.items() if one.generator is not None}
+
+    def restore_loader_generators(self, plain: Mapping[str, Any]) -> None:
+        """Restores what ``loader_generators`` returned, from the entry of that name in ``plain``."""
+        recorded = plain.get("loader_generators", {})
+        for name, loader in self.loaders.items():
+            if name in recorded and loader.generator is not None:
+                loader.generator.set_state(recorded[name])
 
     def admits(self, manifest: Manifest, plain: Mapping[str, Any]) -> None:
         """Raises for the state of another framework, or of other stateful objects."""
@@ -153,6 +172,12 @@ class LoopHost(Host):
 
     def end(self) -> End:
         return End("training ended")
+
+
+_OTHER_LOADER = (
+    "Its dataset, sampler or number of workers is another one than in the run: build it as in the run, or begin "
+    "another run from its weights (weights_from=)."
+)
 
 
 class AttachedCheckpoint:
@@ -274,6 +299,44 @@ class AttachedCheckpoint:
             self._driver.survive(failure)
         self._undo.close()
         self._driver.close(timeout_secs)
+
+    def iterate_quietly(self, loader: DataLoader[Any]) -> None:
+        """Makes the first iterator of a restored loader draw no random number, of the run or of its own generator.
+
+        A new iterator draws its seed, and a shuffled epoch's order; the run did so when the epoch began. If that epoch
+        has ended, the loader makes a second iterator, which draws those of the next. ``resume`` calls this for loaders
+        in ``stateful``, so call it for others only. A loader that does not take the restored position says so then, by
+        ``StoreError``.
+        """
+        make, restored = loader._get_iterator, self._driver.restored
+        path = self.options.dirpath if restored is None else restored.path
+
+        def first() -> Any:
+            loader._get_iterator = second  # type: ignore[method-assign]
+            generator = loader.generator
+            before, state = capture_rng(), None if generator is None else generator.get_state()
+            with loading_state(f"the data loader {type(loader).__name__}", path, _OTHER_LOADER):
+                iterator = make()
+            restore_rng(before)
+            if generator is not None:
+                generator.set_state(state)
+            return iterator
+
+        def second() -> Any:
+            loader.__dict__.pop("_get_iterator", None)
+            self._epoch_begins()
+            return make()
+
+        loader._get_iterator = first  # type: ignore[method-assign]
+        self._undo.callback(lambda: loader.__dict__.pop("_get_iterator", None))
+
+    def _epoch_begins(self) -> None:
+        """A restored loader is about to draw the numbers of an epoch, which the run had not begun."""
+
+    def _quieten_loaders(self) -> None:
+        """Does ``iterate_quietly`` for all loaders in ``stateful``, after they were restored."""
+        for loader in self._host.loaders.values():
+            self.iterate_quietly(loader)
 
     def __enter__(self: _Self) -> _Self:
         return self

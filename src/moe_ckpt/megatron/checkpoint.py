@@ -236,6 +236,8 @@ class MegatronCheckpoint(AttachedCheckpoint):
         if self.upstream is not None:
             self.upstream.resumed(self.iteration)
         self._undo.callback(on_first_forward(self._chunks, self.begin_training).remove)
+        if self._driver.restored is not None:
+            self._quieten_loaders()
         return loop.begun_at
 
     def begin_training(self) -> None:
@@ -257,6 +259,10 @@ class MegatronCheckpoint(AttachedCheckpoint):
         generators.record()
         # Pipeline stages arrive one after the other, so none may wait for the others here.
         self._driver.begin(new=self._driver.restored_step is None, wait=False)
+
+    def _epoch_begins(self) -> None:
+        if self._driver.lifecycle.allows(Action.BEGIN):
+            self.begin_training()
 
     # --- every iteration ---
 

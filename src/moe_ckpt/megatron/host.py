@@ -157,6 +157,7 @@ class MegatronHost(LoopHost):
             self.state.load_plain(stored)
         # After the optimizer, as in Megatron: a schedule that overrides the checkpoint's writes its rates there.
         restore_stateful(self.stateful, plain["stateful"], restored.path)
+        self.restore_loader_generators(plain)
         if is_same_schedule(self.stateful.get(SCHEDULER), plain["stateful"].get(SCHEDULER)):
             # The loop may have changed the schedule's values since, and loading has written these again.
             with loading_state("the hyperparameters of the optimizer", restored.path):
@@ -200,10 +201,20 @@ class MegatronHost(LoopHost):
             "layout": self._layout,
             "architecture": self._architecture,
             "plain": self.state.plain(),
-            "stateful": {name: dict(stateful.state_dict()) for name, stateful in self.stateful.items()},
+            "stateful": self._states(),
+            "loader_generators": self.loader_generators(),
             "configured": self._configured,
             "rng": self.generators.state,
         }
+
+    def _states(self) -> dict[str, Any]:
+        """Returns the states of stateful objects. A loader that was not iterated yet draws no number of the run."""
+        is_first = any(loader._iterator is None for loader in self.loaders.values())
+        before = capture_generators() if is_first else None
+        states = {name: dict(target.state_dict()) for name, target in self.stateful.items()}
+        if before is not None:
+            restore_generators(before)
+        return states
 
     def count_update(self) -> bool:
         return self._count_update()

@@ -18,11 +18,10 @@ from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
 from moe_ckpt.driver.attached import AttachedCheckpoint
-from moe_ckpt.driver.host import GradientLogging, Stateful, loading_state
+from moe_ckpt.driver.host import GradientLogging, Stateful
 from moe_ckpt.driver.states import Action, Moment
 from moe_ckpt.driver.torch_model import open_torch
 from moe_ckpt.errors import ConfigError, UnsupportedError
-from moe_ckpt.modeling.rng import capture_rng, restore_rng
 from moe_ckpt.modeling.routing import TrainingPasses
 from moe_ckpt.modeling.updates import Updates
 from moe_ckpt.plain.host import PlainHost, Position, torch_loader, torch_model, torch_optimizer
@@ -156,10 +155,7 @@ class PlainCheckpoint(AttachedCheckpoint):
             driver.say.inexact(f"a resume will not be exact: {host.buckets.inexact}")
         host.generators.restore_scheduled()
         if restored is not None:
-            for target in host.stateful.values():
-                loader = getattr(target, "loader", target)
-                if isinstance(loader, DataLoader):
-                    self.iterate_quietly(loader)
+            self._quieten_loaders()
             driver.say.passed_over(host.step, step)
             if host.step:
                 host.buckets.arrange()
@@ -169,31 +165,6 @@ class PlainCheckpoint(AttachedCheckpoint):
     def restore_generators(self) -> None:
         """Restores the random numbers of the newest step again, if the loop has drawn some before its first batch."""
         self._host.generators.restore_newest()
-
-    def iterate_quietly(self, loader: DataLoader[Any]) -> None:
-        """Makes the first iterator of a restored loader draw no random number, of the run or of its own generator.
-
-        A new iterator draws its seed, and a shuffled epoch's order; the run did so when the epoch began. If that epoch
-        has ended, the loader makes a second iterator, which draws those of the next. ``resume`` calls this for loaders
-        in ``stateful``, so call it for others only. A loader that does not take the restored position says so then, by
-        ``StoreError``.
-        """
-        theirs, restored = loader._get_iterator, self._driver.restored
-        path = self.options.dirpath if restored is None else restored.path
-
-        def first() -> Any:
-            loader.__dict__.pop("_get_iterator", None)
-            generator = loader.generator
-            before, state = capture_rng(), None if generator is None else generator.get_state()
-            with loading_state(f"the data loader {type(loader).__name__}", path, _OTHER_LOADER):
-                iterator = theirs()
-            restore_rng(before)
-            if generator is not None:
-                generator.set_state(state)
-            return iterator
-
-        loader._get_iterator = first  # type: ignore[method-assign]
-        self._undo.callback(lambda: loader.__dict__.pop("_get_iterator", None))
 
     # --- every step ---
 
@@ -308,10 +279,6 @@ def _require_usable(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
 _INEXACT = (
     "steps of a sparse window (MoEvement) are computed again after a failure, which needs all passes of a step to come "
     "before its updates, since others read weights that are not restored yet; but "
-)
-_OTHER_LOADER = (
-    "Its dataset, sampler or number of workers is another one than in the run: build it as in the run, or begin "
-    "another run from its weights (weights_from=)."
 )
 _UNCOUNTED = 16
 """Steps of each optimizer without ``after_step``: more than any loop makes between two."""

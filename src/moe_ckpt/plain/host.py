@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -86,9 +85,7 @@ class PlainHost(LoopHost, TorchHost):
                 state = plain["stateful"][name]
                 # ``state_dict`` of a loader may make an iterator, which draws a seed
                 target.load_state_dict(without_blocks(state, target.state_dict(), name) if has_blocks(state) else state)
-                generator, recorded = _generator_of(target), plain["loader_generators"].get(name)
-                if generator is not None and recorded is not None:
-                    generator.set_state(recorded)
+        self.restore_loader_generators(plain)
         before, now = plain["configured"], self._configured
         changes += optimizer_changes(before["optimizers"], now["optimizers"])
         changes += changes_between("schedule ", before["schedules"], now["schedules"], from_checkpoint=False)
@@ -112,7 +109,6 @@ class PlainHost(LoopHost, TorchHost):
     def capture(self, *, described: bool = False) -> _Plain:
         stateful = {name: target.state_dict() for name, target in self.stateful.items()}
         self.generators.record()  # ``state_dict`` of a loader that was not iterated yet draws a seed
-        generators = {name: _generator_of(target) for name, target in self.stateful.items()}
         return {
             "framework": "torch",
             "step": self.step,
@@ -121,19 +117,10 @@ class PlainHost(LoopHost, TorchHost):
             "plain": self.state.plain(described=described),
             "stateful": with_blocks(stateful) if self._is_sharded else stateful,
             "rng": self.generators.state,
-            "loader_generators": {name: generator.get_state() for name, generator in generators.items() if generator},
+            "loader_generators": self.loader_generators(),
             "buckets": self.buckets.recorded,
             "configured": self._configured,
         }
-
-
-def _generator_of(target: Any) -> torch.Generator | None:
-    """Returns the generator that was given to a data loader, from which it draws orders and seeds of workers.
-
-    The loader's own state has the order of one epoch only (torchdata 0.11): later ones follow from the generator.
-    """
-    loader = getattr(target, "loader", target)
-    return loader.generator if isinstance(loader, DataLoader) else None
 
 
 def _of_stateful(name: str) -> Callable[[_Plain], Any]:

@@ -458,3 +458,22 @@ def epochs(rank: int, world_size: int, root: str, seed: int | None, workers: int
                     break
         ckpt.close()
     return told
+
+
+def careless(rank: int, world_size: int, root: str) -> list[list[str]]:
+    """What is said to a loop that does not count its steps, and to one whose batches have another size than before."""
+    told = []
+    for size in (2, 4):
+        built = megatron_gpt.build(SETUP, 1)
+        loader = StatefulDataLoader(range(24), size)
+        with heard() as said:
+            ckpt = attached(built, root, Plan(), stateful={"data": loader})
+            iteration = ckpt.resume().iteration + 1
+            next(iter(loader))
+            train(ckpt, built, iteration)
+            for _ in range(17 if size == 4 else 0):
+                megatron_gpt.forward_backward(built, iteration)
+                megatron_gpt.update(built)
+            ckpt.close()
+        told.append([*said])
+    return told

@@ -183,3 +183,13 @@ def test_later_epochs_are_shuffled_alike(tmp_path: Path, seed: int | None, worke
         only(loop_calls.epochs, tmp_path / str(len(ends)), seed, workers, ends) for ends in ((1, 6, 8, 12), (12,))
     )
     assert killed == whole
+
+
+def test_a_careless_loop_is_told(tmp_path: Path):
+    first, second = only(loop_calls.careless, tmp_path)
+    changed, uncounted = (
+        "data loader data.batch_size 2 -> 4 (training continues with this script's)",
+        "stepped 16 times",
+    )
+    assert not any(changed in each or uncounted in each for each in first)
+    assert sum(changed in each for each in second) == sum(uncounted in each for each in second) == 1, second

@@ -27,6 +27,8 @@ from moe_ckpt.session.session import CheckpointSession
 from moe_ckpt.stopwatch import timed
 
 _Self = TypeVar("_Self", bound="AttachedCheckpoint")
+UNCOUNTED = 16
+"""Steps of each optimizer without ``after_step``: more than any loop makes between two."""
 
 
 class LoopPosition:

@@ -15,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from moe_ckpt.comm.communicator import make_communicator
 from moe_ckpt.core.operators import grid_of
-from moe_ckpt.driver.attached import AttachedCheckpoint
+from moe_ckpt.driver.attached import UNCOUNTED, AttachedCheckpoint
 from moe_ckpt.driver.host import GradientLogging, Stateful
 from moe_ckpt.driver.states import Action
 from moe_ckpt.errors import ConfigError, UnsupportedError
@@ -298,6 +298,8 @@ class MegatronCheckpoint(AttachedCheckpoint):
             self._driver.replaying.put_back(self.iteration + 1)
         if self._driver.gradients is not None:
             self._driver.gradients.copies_written()
+        if self._watch.steps == UNCOUNTED:
+            self._driver.say.uncounted(self.iteration, UNCOUNTED)
 
     @timed
     def after_step(

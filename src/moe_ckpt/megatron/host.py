@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from moe_ckpt.driver.attached import LoopHost, LoopPosition
-from moe_ckpt.driver.changes import Change, trainable_changes
+from moe_ckpt.driver.changes import Change, batches_of, changes_between, trainable_changes
 from moe_ckpt.driver.host import Stateful, loading_state
 from moe_ckpt.errors import ConfigError, OtherLayoutError
 from moe_ckpt.format.manifest import Manifest
@@ -127,7 +127,8 @@ class MegatronHost(LoopHost):
         self.generators = Generators(capture_generators, restore_generators)
         self._optimizer = optimizer
         self._settings = functools.partial(configured_hyperparameters, optimizer, stateful)
-        self._configured: _Plain = self._settings() | {RESTING: self.state.trained.resting()}
+        batches = {name: batches_of(loader) for name, loader in self.loaders.items()}
+        self._configured: _Plain = self._settings() | {RESTING: self.state.trained.resting(), "batches": batches}
         self._layout, self._architecture = layout(chunks), architecture(chunks[0])
 
     def admits(self, manifest: Manifest, plain: _Plain) -> None:
@@ -169,6 +170,8 @@ class MegatronHost(LoopHost):
         before = plain["configured"]
         with loading_state("the settings of optimizer and scheduler", restored.path):
             changed = changes(before, self._configured, self._settings())
+        batches = before.get("batches", {}), self._configured["batches"]
+        changed += changes_between("data loader ", *batches, from_checkpoint=False)
         if inexact is None:
             trained.rest(stored[RESTING])
             if list(before[RESTING]) != list(resting):  # else training itself has changed it

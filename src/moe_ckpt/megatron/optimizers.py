@@ -180,6 +180,7 @@ class StepWatch:
 
     Attributes:
         updated: Whether the newest step changed the weights, by its result; True before the first.
+        steps: Steps since ``iteration_ends``.
     """
 
     def __init__(
@@ -196,7 +197,7 @@ class StepWatch:
         self._ended: dict[int, bool] = {}
         """By ``id`` of each inner optimizer that has begun to write in this step: whether it has ended."""
         self.updated = True
-        self._steps = 0
+        self.steps = 0
         self._undo = ExitStack()
         self._undo.callback(Wrapped(optimizer, "step", self._stepping).close)
         for one in inner:
@@ -214,7 +215,7 @@ class StepWatch:
             self._end_alone()
             raise
         self.updated = bool(result[0]) if isinstance(result, tuple) and result else True
-        self._steps += 1
+        self.steps += 1
         with self._stopwatch:
             self._after()
             self._note(Moment.WRITTEN)
@@ -241,7 +242,7 @@ class StepWatch:
 
     def iteration_ends(self, options: Options) -> None:
         """Raises ``ConfigError`` if an iteration made several updates, since a replay is right for one only."""
-        steps, self._steps = self._steps, 0
+        steps, self.steps = self.steps, 0
         if steps > 1 and options.needs.windows:
             raise ConfigError(
                 f"{type(options.policy).__name__} needs one optimizer.step() per iteration, and this iteration made "

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 from torch.utils.hooks import RemovableHandle
 
-from moe_ckpt.driver.attached import AttachedCheckpoint
+from moe_ckpt.driver.attached import UNCOUNTED, AttachedCheckpoint
 from moe_ckpt.driver.host import GradientLogging, Stateful
 from moe_ckpt.driver.states import Action, Moment
 from moe_ckpt.driver.torch_model import open_torch
@@ -187,7 +187,7 @@ class PlainCheckpoint(AttachedCheckpoint):
         self._counter.update_begins()
         self._host.loop.is_updating = True
         self._updates += 1
-        if self._updates == _UNCOUNTED * self._optimizers:
+        if self._updates == UNCOUNTED * self._optimizers:
             self._driver.say.uncounted(self._host.step, self._updates)
 
     @timed
@@ -280,8 +280,6 @@ _INEXACT = (
     "steps of a sparse window (MoEvement) are computed again after a failure, which needs all passes of a step to come "
     "before its updates, since others read weights that are not restored yet; but "
 )
-_UNCOUNTED = 16
-"""Steps of each optimizer without ``after_step``: more than any loop makes between two."""
 _WITHOUT_POSITION = (LRScheduler, torch.amp.GradScaler, nn.Module, Optimizer)
 """Types of objects in ``stateful`` that know no position in the data."""
 _OWN_REFERENCES = 3

@@ -213,13 +213,7 @@ class RecoverableDistributedSampler(DistributedSampler[int]):
 
     def state_dict(self) -> dict[str, int]:
         """Plain integers, equal on all ranks, valid for any number of ranks."""
-        return {
-            "epoch": self.epoch,
-            "consumed": self.consumed,
-            "seed": self.seed,
-            "length": self.length,
-            "shuffle": int(self.shuffle),
-        }
+        return {name: int(getattr(self, name)) for name in STATE_KEYS}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Inverse of ``state_dict``; the next iteration continues from there.

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import lightning.pytorch as pl
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -117,6 +118,26 @@ def test_a_run_whose_optimizer_keeps_tensors_without_elements_is_resumed_exactly
     assert fit(tmp_path / "cut", resumed, 12, policy).restored_step is not None
     if not isinstance(policy, MoC):
         assert_same(whole, resumed)
+
+
+class WithRatesOfNumpy(TinyMoE):
+    def __init__(self) -> None:
+        super().__init__(dropout=0.0)
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: np.float32(0.9) ** step)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+def test_rates_may_be_numbers_of_numpy(tmp_path):
+    whole, cut, resumed = (seeded(WithRatesOfNumpy) for _ in range(3))
+    fit(tmp_path / "whole", whole, 6)
+    with pytest.raises(Interrupted):
+        fit(tmp_path / "cut", cut, 6, None, Interrupt(4))
+    assert fit(tmp_path / "cut", resumed, 6).restored_step == 4
+    assert isinstance(resumed.trainer.optimizers[0].param_groups[0]["lr"], np.float32)
+    assert_same(whole, resumed)
 
 
 def test_tensors_without_elements_are_in_what_others_open(tmp_path):

@@ -477,3 +477,32 @@ def careless(rank: int, world_size: int, root: str) -> list[list[str]]:
             ckpt.close()
         told.append([*said])
     return told
+
+
+class Pages:
+    """A loader whose state is a list."""
+
+    read = 0
+
+    def state_dict(self) -> list[int]:
+        return [self.read, 7]
+
+    def load_state_dict(self, state: list[int]) -> None:
+        [self.read, _] = state
+
+
+def odd_values(rank: int, world_size: int, root: str) -> Any:
+    """What comes back of counts that are no whole numbers of Python, and of state that is no dict."""
+    for iteration in (1, 2):
+        built, pages = megatron_gpt.build(SETUP, 1), Pages()
+        ckpt = attached(built, root, Plan(), stateful={"pages": pages})
+        progress = ckpt.resume()
+        group = built.optimizer.param_groups[0]
+        found = progress.iteration, progress.consumed_samples, progress.counters, pages.read, float(group["eps"])
+        pages.read = 3
+        megatron_gpt.forward_backward(built, iteration - 1)
+        megatron_gpt.update(built)
+        group["lr"] = group["eps"] = np.float32(0.5)
+        ckpt.after_step(np.int64(iteration), consumed_samples=torch.tensor(16 * iteration), counters={0: iteration})
+        ckpt.close()
+    return found

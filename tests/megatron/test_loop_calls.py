@@ -193,3 +193,7 @@ def test_a_careless_loop_is_told(tmp_path: Path):
     )
     assert not any(changed in each or uncounted in each for each in first)
     assert sum(changed in each for each in second) == sum(uncounted in each for each in second) == 1, second
+
+
+def test_counts_may_be_of_any_type_and_state_of_any_form(tmp_path: Path):
+    assert only(loop_calls.odd_values, tmp_path) == (1, 16, {0: 1}, 3, 0.5)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -205,3 +206,13 @@ def test_an_epoch_before_the_restored_one_is_refused():
 def test_training_does_not_go_backwards():
     with pytest.raises(ConfigError, match="backwards"):
         sampler(4).advance(-1)
+
+
+def test_a_position_is_of_pythons_numbers():
+    """A checkpoint takes no others there."""
+    made = sampler(9, seed=np.int64(3))
+    made.set_epoch(np.int64(1))
+    made.advance(np.int64(4))
+    state = made.state_dict()
+    assert state == {"epoch": 1, "consumed": 4, "seed": 3, "length": 9, "shuffle": 1}
+    assert set(map(type, state.values())) == {int}

@@ -45,7 +45,9 @@ STATE_FILE: Schema = {
 
 _tensor = value(lambda datum: isinstance(datum, torch.Tensor), "a tensor")
 _integer = value(lambda datum: type(datum) is int and abs(datum) < 1 << 63, "a whole number")
-_amount = value(lambda datum: isinstance(datum, (int, float, torch.Tensor)) and not isinstance(datum, bool), "a number")
+_NUMBERS = (int, float, np.number, np.ndarray, torch.Tensor)
+"""Types of hyperparameters, as schedules in numpy give them."""
+_amount = value(lambda datum: isinstance(datum, _NUMBERS) and not isinstance(datum, bool), "a number")
 _amounts = value(
     lambda datum: isinstance(datum, (list, tuple)) and all(amount is None or not _amount(amount) for amount in datum),
     "numbers",
@@ -193,7 +195,7 @@ _LIGHTNING: Schema = {
     "checkpoint": {
         "global_step": whole(),
         "loops": {"fit_loop": mapping(anything)},
-        "lr_schedulers": [mapping(anything)],
+        "lr_schedulers": [mapping(anything, anything)],
         "epoch?": whole(),
         "callbacks?": mapping(anything),
         "hyper_parameters?": mapping(anything),
@@ -228,10 +230,10 @@ _MEGATRON: Schema = {
     "consumed_samples": whole(),
     "layout": mapping(whole()),
     "architecture?": mapping(anything),
-    "stateful": mapping(mapping(anything, anything)),
+    "stateful": mapping(anything, anything),
     "plain": both(_PLAIN, dict.fromkeys(("optimizer", "optimizer_classes", "resting"), anything)),
     "rng": both(_RNG, {"tracker": anything}),
-    "counters": mapping(anything),
+    "counters": mapping(anything, anything),
     "configured": {"groups": [_SETTINGS], "scheduler": _SETTINGS, "resting": [text]},
 }
 _ANY: Schema = {"framework?": text, "gradient_log?": _GRADIENT_LOG}

@@ -74,7 +74,7 @@ class Loop(LoopPosition):
 
     def begin_at(self, progress: Progress) -> None:
         """Sets the position at which training begins."""
-        self.begun_at, self.consumed_samples = progress, progress.consumed_samples
+        self.begun_at, self.consumed_samples = progress, int(progress.consumed_samples)
         self.set_position(progress.iteration, progress.counters)
 
     def require_joined(self, iteration: int) -> None:
@@ -93,7 +93,7 @@ class Loop(LoopPosition):
         """Records ``call``, which is ``after_step`` or ``skip``. Raises as ``count``."""
         self.count(call, iteration, counters)
         if consumed_samples is not None:
-            self.consumed_samples = consumed_samples
+            self.consumed_samples = int(consumed_samples)
         elif not self._asked_for_samples:
             self._asked_for_samples = True
             if is_rank_zero():
@@ -214,7 +214,7 @@ class MegatronHost(LoopHost):
         """Returns the states of stateful objects. A loader that was not iterated yet draws no number of the run."""
         is_first = any(loader._iterator is None for loader in self.loaders.values())
         before = capture_generators() if is_first else None
-        states = {name: dict(target.state_dict()) for name, target in self.stateful.items()}
+        states = {name: target.state_dict() for name, target in self.stateful.items()}
         if before is not None:
             restore_generators(before)
         return states

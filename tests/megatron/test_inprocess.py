@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -13,10 +15,11 @@ import torch
 
 from moe_ckpt import inprocess
 from moe_ckpt.errors import ConfigError, MissingPackageError, UnsupportedError
+from tests.integration.lives import free_port
 from tests.megatron.exactness import differing, uninterrupted
 from tests.megatron.test_exact import EXPERTS_DATA, PIPELINE_EXPERTS, SHARDED
 from tests.support import warm
-from tests.support.inprocess_job import launch, lines, logs, needs_extension, require_one_process
+from tests.support.inprocess_job import LIFE_SECS, launch, lines, logs, needs_extension, require_one_process
 from tests.support.megatron_gpt import Setup
 from tests.support.megatron_run import EXACT
 
@@ -112,6 +115,29 @@ def test_what_is_no_checkpoint_is_refused():
     restart = inprocess.Restart(SimpleNamespace(iteration=0))
     with pytest.raises(UnsupportedError, match=r"object.*MoECheckpoint callback"), restart.keeping(object()):
         pass
+
+
+LATE = """
+import os, sys
+from moe_ckpt import inprocess
+
+@inprocess.restartable()
+def train(restart):
+    print(os.environ["RANK"], "of", os.environ["WORLD_SIZE"])
+
+os.environ |= {"RANK": sys.argv[1], "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": sys.argv[2]}
+train()
+"""
+
+
+@needs_extension
+def test_a_script_may_name_the_ranks_after_it_has_decorated_its_function():
+    """As those do that srun starts, whose variables have other names."""
+    port, others = str(free_port()), {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    others.pop("WORLD_SIZE", None)
+    commands = [[sys.executable, "-W", "ignore", "-c", LATE, str(rank), port] for rank in range(2)]
+    processes = [subprocess.Popen(command, env=others, stdout=subprocess.PIPE, text=True) for command in commands]
+    assert [process.communicate(timeout=LIFE_SECS)[0] for process in processes] == ["0 of 2\n", "1 of 2\n"]
 
 
 def test_torchrun_is_refused(monkeypatch):

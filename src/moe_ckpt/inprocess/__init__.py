@@ -151,12 +151,12 @@ def restartable(
         inprocess: Any = importlib.import_module("nvidia_resiliency_ext.inprocess")
     except ImportError as error:
         raise MissingPackageError("nvidia-resiliency-ext", "moe_ckpt.inprocess", "inprocess") from error
-    parts = _Parts(inprocess, ranks, max_restarts, options)
 
     def decorate(train: Callable[..., _T]) -> Callable[..., _T | None]:
         @functools.wraps(train)
         def restarting(*args: Any, **kwargs: Any) -> _T | None:
             _require_plain_processes(ranks)
+            parts = _Parts(inprocess, ranks, max_restarts, dict(options))  # now, since scripts set WORLD_SIZE late
             result: _T | None = parts.wrapper(parts.attempt(train))(None, *args, **kwargs)
             return result
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 import stat
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from moe_ckpt import newest_step
 from moe_ckpt.cli.main import main
 from moe_ckpt.gradient_log import densify as densifying
 from moe_ckpt.gradient_log import replaying
@@ -302,6 +305,43 @@ def test_what_it_needs(place, monkeypatch):  # noqa: F811
     reader = StoreReader(open_storage(run.store))
     with pytest.raises(AssertionError):
         require_same_step(reader, truth(run, place), reader.manifest(reader.directories()[0]).step)
+
+
+SCRIPT = """
+import os, signal, torch, moe_ckpt
+from moe_ckpt.gradient_log.optimizers import Coupling, register
+
+class Mine(torch.optim.AdamW):
+    pass
+
+register(Mine, Coupling.ELEMENTS)
+if __name__ == "__main__":
+    model = torch.nn.Linear(4, 4)
+    optimizer = Mine(model.parameters())
+    memory = moe_ckpt.Memory(directory=".", storage_every=100)
+    ckpt = moe_ckpt.attach(model, optimizer, policy=moe_ckpt.policies.GradientLog(), dirpath="store", memory=memory)
+    ckpt.resume()
+    for step in range(1, 6):
+        model(torch.randn(2, 4)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        ckpt.after_step(step)
+        ckpt.session.drain(step)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_an_optimizer_of_the_users_script(tmp_path, monkeypatch, capsys):
+    """The script called its class ``__main__.Mine``, and is where the command is given."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    Path("script_of_a_user.py").write_text(SCRIPT)
+    assert subprocess.run([sys.executable, "-W", "ignore", "script_of_a_user.py"]).returncode == KILLED
+    command = ["densify", "store", "--directory", "."]
+    assert main(command) == 2
+    assert "optimizer class __main__.Mine is not registered" in capsys.readouterr().err
+    assert main([*command, "--import", "script_of_a_user"]) == 0
+    assert newest_step("store") == 5
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import os
 import re
 import sys
 from collections.abc import Sequence
@@ -70,6 +71,7 @@ def run(args: argparse.Namespace, rest: Sequence[str]) -> int:
     if isinstance(storage, LocalStorage):  # whoever may read the run's files may read what is added to them
         storage = LocalStorage(storage.root, access=access_of(f"{storage.root}/{STORE_NAME}"))
     roots = args.directory or [memory_directory(DEFAULT_MEMORY)]
+    sys.path[:0] = [os.getcwd()] if args.imports else []  # where a user's own modules are, as for ``python -m``
     for module in args.imports:
         try:
             importlib.import_module(module)

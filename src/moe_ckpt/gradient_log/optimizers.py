@@ -91,11 +91,14 @@ def register(kind: type[Optimizer], coupling: Coupling) -> None:
 def class_named(name: str) -> type[Optimizer]:
     """Returns the registered class of this ``class_name``. Nothing is imported by a name that was stored.
 
+    What a script called ``__main__``, whoever imports the script calls by its name.
+
     Raises:
         UnsupportedError: No such class is registered.
     """
+    script, own = "__main__.", name.removeprefix("__main__.")
     for kind in _COUPLINGS:
-        if class_name(kind) == name:
+        if class_name(kind) == name or (name.startswith(script) and class_name(kind).endswith(f".{own}")):
             return kind
     raise UnsupportedError(
         f"optimizer class {name} is not registered: call moe_ckpt.gradient_log.optimizers.register() first (moe-ckpt "

@@ -96,9 +96,9 @@ def class_named(name: str) -> type[Optimizer]:
     Raises:
         UnsupportedError: No such class is registered.
     """
-    script, own = "__main__.", name.removeprefix("__main__.")
+    module, _, ending = name.partition("__main__")
     for kind in _COUPLINGS:
-        if class_name(kind) == name or (name.startswith(script) and class_name(kind).endswith(f".{own}")):
+        if class_name(kind) == name or (not module and class_name(kind).endswith(ending)):
             return kind
     raise UnsupportedError(
         f"optimizer class {name} is not registered: call moe_ckpt.gradient_log.optimizers.register() first (moe-ckpt "

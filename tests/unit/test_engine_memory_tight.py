@@ -15,7 +15,7 @@ from moe_ckpt.policies import AnyOf, Dense, MoC, MoEvement, Needs
 from moe_ckpt.storage import LocalStorage
 from moe_ckpt.tiers import host_memory
 from tests.support.waiting import retry_until
-from tests.unit.engine_parts import GatedStorage, Life, ThreadCommunicator, ThreadRanks, manifests, run_threads
+from tests.unit.engine_parts import GatedStorage, Life, ThreadCommunicator, ThreadRanks, failing, manifests, run_threads
 
 STEPS = 22
 POLICIES = {"dense": Dense(), "moc": MoC(k=1, snapshot_k=2), "windows": MoEvement(window=4)}
@@ -137,3 +137,22 @@ def test_training_does_not_wait_for_storage_if_a_dense_checkpoint_has_no_room_be
     for steps in run_threads(ThreadRanks(ranks), body):
         assert [step.skipped for step in steps] == [True, True]
         assert steps[-1].failed_checkpoints == 0
+
+
+@pytest.mark.parametrize("when_busy", ["wait", "skip"])
+@pytest.mark.parametrize(("name", "nbytes"), [("dense", 2000), ("moc", 1400), ("windows", 2000)])
+def test_a_checkpoint_that_storage_did_not_take_makes_room_for_the_next(tmp_path, name, nbytes, when_busy):
+    """Else no checkpoint would follow one failed write: memory alone has that checkpoint, and no room for another."""
+    storage = failing(tmp_path / "store", None)
+    memory = Memory(directory=tmp_path, storage_every=1000)
+    settings = {"memory": memory, "host_memory_bytes": nbytes, "when_busy": when_busy, "timeout_secs": 10.0}
+    with Life(storage, policy=POLICIES[name], **settings) as life:
+        life.go(8, settle=True)
+        storage.fail_at = len(storage.calls) + 1
+        life.go(3, settle=True)
+        storage.fail_at = None
+        life.go(12, settle=True)
+        assert life.records[-1].failed_checkpoints == 1
+        assert life.records[-1].committed_step > 15
+        life.finish()
+    assert manifests(tmp_path / "store")[-1].step == 23

@@ -177,7 +177,7 @@ class Room:
             buffers = self._acquire(identity, sizes, until, waits=waits, starts=starts)
             if buffers is not None or self.trouble:
                 return buffers, waited
-            if self._give_up_recovery(nbytes, chain=not contents.gradients, last=last):
+            if self._give_up_recovery(nbytes, contents, last=last):
                 continue
             is_sealed = self._tier.outlives_process and not self._first.in_flight
             if skips and (is_sealed or not self._tier.outlives_process):
@@ -348,10 +348,10 @@ class Room:
             advice += " A policy that saves fewer experts at once also needs less."
         return HostMemoryError(nbytes, self._pool.budget_bytes, what, advice, rank=self._run.comm.rank)
 
-    def _give_up_recovery(self, nbytes: int, *, chain: bool, last: bool) -> bool:
+    def _give_up_recovery(self, nbytes: int, contents: Contents, *, last: bool) -> bool:
         """Gives up a snapshot that is kept for a failure; True if there was one. See ``MemoryTier.drop``."""
         costs_tokens = self._tier.has_more
-        dropped = self._tier.drop(chain=chain, last=last)
+        dropped = self._tier.drop(chain=not contents.gradients, last=last, of=contents)
         if dropped and costs_tokens and not self._gave_up and self._buffers * nbytes > self._pool.budget_bytes:
             self._gave_up = True
             log.warning(

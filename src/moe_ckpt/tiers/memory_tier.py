@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from moe_ckpt.core.step import PeerPart, Tier
+from moe_ckpt.core.step import Contents, PeerPart, Tier, WindowPlace
 from moe_ckpt.errors import MemoryGoneError
 from moe_ckpt.format.manifest import step_dir
 from moe_ckpt.format.slot import SlotHeader
@@ -47,6 +47,7 @@ from moe_ckpt.memory.left_slots import LeftSlots
 from moe_ckpt.memory.slot import Slot
 from moe_ckpt.peers.messages import SealedSlot
 from moe_ckpt.peers.replication import Replicator
+from moe_ckpt.policies.base import needs_of
 from moe_ckpt.run.context import RunContext
 from moe_ckpt.slices.compiling import HOST_ONLY
 from moe_ckpt.slices.snapshot import Snapshot
@@ -165,7 +166,7 @@ class MemoryTier:
         self.left_slots, self.replicator = left_slots or LeftSlots((), self._free_taken), replicator
         self.complete_step: int | None = None
         self.complete_since: int | None = None
-        self._catalog, self._files = run.catalog, files
+        self._catalog, self._files, self._logs = run.catalog, files, bool(needs_of(run.policy).gradients)
         self._entries: dict[int, _Entry] = {}  # in ascending order
         self._open: list[int] = []  # snapshots that are not settled, oldest first
         self._asked: list[int] = []  # those that the agreement under way is about: the same on all ranks
@@ -460,15 +461,17 @@ class MemoryTier:
         """Returns whether the outcome of every snapshot is known; equal on all ranks."""
         return not self._open
 
-    def drop(self, *, chain: bool = True, last: bool = False) -> bool:
+    def drop(self, *, chain: bool = True, last: bool = False, of: Contents | None = None) -> bool:
         """Gives up snapshots that a recovery can do without, because another snapshot needs the room.
 
         First private slots that were taken over, which take room of the budget; then the oldest snapshot that is kept
-        for its copies or experts; then those that other ranks do not know of; then those that storage has as well.
+        for its copies or experts; then those that other ranks do not know of; then those that storage has as well; and
+        at last the newest checkpoint, in whose place a snapshot for storage comes.
 
         Args:
             chain: Also give up a gradient log. False for the next step of it.
             last: Also give up a window under way, since the run's last snapshot needs the room.
+            of: The snapshot that needs the room.
 
         Returns:
             False if there were none.
@@ -484,6 +487,7 @@ class MemoryTier:
                 [entry for entry in idle if entry.complete and entry.on_storage and entry not in logged],
                 [entry for entry in idle if entry in logged] if chain else [],
                 [entry for entry in idle if entry not in newest and entry not in logged] if last else [],
+                self._replaceable(of.window) if of is not None and of.to_storage else [],
             ):
                 for entry in going:
                     entry.fail()
@@ -491,6 +495,21 @@ class MemoryTier:
                 if going:
                     return True
             return False
+
+    def _replaceable(self, window: WindowPlace | None = None) -> list[_Entry]:
+        """Returns the snapshots of the newest checkpoint, if only one in its place can take over from it.
+
+        Storage should have it where memory has no room for two, but its write failed, or checkpoints have grown since.
+        A gradient log, which needs its anchors, is given up otherwise.
+
+        Args:
+            window: Of the snapshot in its place, whose earlier steps are under way.
+        """
+        newest, start = newest_checkpoint(self._entries.values()), None if window is None else window.start
+        coming = (entry for entry in self._entries.values() if newest and entry.number > newest[-1].number)
+        if any(entry.complete is not False and (start is None or entry.window != start) for entry in coming):
+            return []
+        return [] if self._logs or any(entry.readers for entry in newest) else newest
 
     def forget_gone(self) -> None:
         """Gives up the snapshots that have a slot that somebody has deleted."""
@@ -521,7 +540,7 @@ class MemoryTier:
             entries = self._entries.values()
             stored = [entry for entry in entries if entry.complete and entry.on_storage]
             logged = [entry for entry in _logged(entries) if entry.complete and not entry.readers]
-            going = {*stored, *_superseded(entries), *logged}
+            going = {*stored, *_superseded(entries), *logged, *self._replaceable()}
             taken_over = 0 if self.outlives_process else self.left_slots.nbytes
             return taken_over + sum(buffer.nbytes for entry in going for buffer in entry.buffers.values())
 

@@ -586,6 +586,36 @@ def test_a_group_that_a_loop_has_added_to_its_optimizer_comes_back(tmp_path: Pat
     assert all(torch.equal(value, again[name]) for name, value in whole.items())
 
 
+@pytest.mark.parametrize(
+    ("zeroed", "policy"),
+    [("to none", Dense()), ("after the update", Dense()), ("before the pass", MoEvement(window=3))],
+)
+def test_an_expert_without_tokens_is_updated_as_in_a_run_that_nobody_stopped(tmp_path: Path, zeroed: str, policy: Any):
+    """Where gradients are set to zero, its momentum goes on; in a new process it would have no gradient at first."""
+
+    def lived(store: str, last: int) -> dict[str, torch.Tensor]:
+        model = made()[0].eval()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        ckpt = moe_ckpt.attach(model, optimizer, policy=policy, dirpath=tmp_path / store, when_busy="wait")
+        begun = ckpt.resume().step
+        for number in range(begun + 1, last + 1):
+            if zeroed == "before the pass":
+                optimizer.zero_grad(set_to_none=False)
+            torch.manual_seed(number)
+            model(torch.randn(1, plain_run.WIDTH)).square().mean().backward()
+            optimizer.step()
+            if zeroed != "before the pass":
+                optimizer.zero_grad(set_to_none=zeroed == "to none")
+            ckpt.after_step(number)
+        ckpt.close()
+        return {name: value.clone() for name, value in model.state_dict().items()}
+
+    whole = lived("whole", 11)
+    for last in (5, 9, 11):
+        again = lived("stopped", last)
+    assert not [name for name, value in whole.items() if not torch.equal(value, again[name])]
+
+
 def test_flags_of_parameters_that_the_checkpoint_overrules_are_said(tmp_path: Path, caplog):
     for frozen in (False, False, True):
         caplog.clear()

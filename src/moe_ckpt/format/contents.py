@@ -154,6 +154,7 @@ _PLAIN: Schema = {
             "param_groups": [{"params": [text], **_HYPERPARAMETERS}],
             "scalars?": mapping({"step?": _amount}),
             "unsliced?": mapping(mapping(UNSLICED)),
+            "zeroed?": [text],
         }
     ],
     "optimizer_classes?": [{"class": text, "kind": text}],

@@ -125,7 +125,8 @@ class _RenamingReader(StoreReader):
             if _divided(ours) != _divided(groups) and set().union(*_divided(ours)) == set().union(*_divided(groups)):
                 groups, self.keeps_groups = ours, True
             by_name = {kind: renaming.entries(entry.get(kind, {})) for kind in ("scalars", "unsliced")}
-            optimizers.append({**entry, **by_name, "param_groups": groups})
+            zeroed = list(map(renaming.name, entry.get("zeroed", ())))
+            optimizers.append({**entry, **by_name, "zeroed": zeroed, "param_groups": groups})
         return renamed | {"optimizers": optimizers}
 
 

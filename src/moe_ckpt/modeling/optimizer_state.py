@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from itertools import chain
+from itertools import chain, islice
 from operator import is_, itemgetter
 from typing import Any
 
@@ -257,6 +257,28 @@ def make_tensor(optimizer: Optimizer, parameter: torch.Tensor, key: str, meta: T
 
 
 _PARAMS = itemgetter("params")
+_UPDATES = "_moe_ckpt_updates"
+"""Attribute of a gradient: how many updates have used the very same tensor."""
+_LOOKED_AT = 64
+"""Parameters of which one has a gradient."""
+
+
+def _gradient(parameters: Iterable[torch.Tensor]) -> torch.Tensor | None:
+    return next((p.grad for p in islice(parameters, _LOOKED_AT) if p.grad is not None), None)
+
+
+def note_gradients(optimizer: Optimizer) -> None:
+    """Notes at an update which tensors have the gradients: the same as before, unless they were set to None since."""
+    gradient = _gradient(chain.from_iterable(map(_PARAMS, optimizer.param_groups)))
+    if gradient is not None:
+        setattr(gradient, _UPDATES, getattr(gradient, _UPDATES, 0) + 1)
+
+
+def write_zeros(parameters: Iterable[torch.Tensor]) -> None:
+    """Gives parameters the gradients that they had, of zeros, as ``OptimizerView.zeroed`` found them."""
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter.detach())
+        setattr(parameter.grad, _UPDATES, 2)
 
 
 class OptimizerView:
@@ -295,6 +317,17 @@ class OptimizerView:
             for name, _, state in self.states
             if not all(isinstance(value, torch.Tensor) for value in state.values())
         ]
+
+    def zeroed(self) -> list[str]:
+        """Returns the names of parameters whose gradients are set to zero after an update; [] if they are set to None.
+
+        An optimizer updates a parameter with a gradient of zeros, such as an expert without tokens, by its momentum,
+        and leaves alone one without a gradient, as all are in a new process.
+        """
+        gradient = _gradient(self._listed)
+        if gradient is None or getattr(gradient, _UPDATES, 0) < 2:
+            return []
+        return [name for name, parameter in self.parameters.items() if parameter.grad is not None]
 
     def _require_names(self, index: int) -> None:
         """Raises ``UnsupportedError`` for a tensor under a name that no key of a checkpoint can hold."""

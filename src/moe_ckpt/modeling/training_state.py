@@ -38,6 +38,7 @@ from moe_ckpt.modeling.optimizer_state import (
     require_same_class,
     write_groups,
     write_state,
+    write_zeros,
 )
 from moe_ckpt.modeling.watching import TensorAddresses, Walk
 from moe_ckpt.ports import Reading, StateTensor, TensorMeta, TensorSpec
@@ -131,8 +132,8 @@ class TorchTrainingState:
                 {**group, "params": names} for group, names in zip(optimizer.param_groups, view.groups, strict=True)
             ]
             entry = {"class": class_name(optimizer), "param_groups": groups, "scalars": scalars}
-            unsliced = read_unsliced(index, view.unsliced)
-            optimizers.append(entry | {"unsliced": unsliced} if unsliced else entry)
+            more = {"unsliced": read_unsliced(index, view.unsliced), "zeroed": view.zeroed()}
+            optimizers.append(entry | {name: value for name, value in more.items() if value})
         pretrained_models = {"pretrained": self._pretrained} if self._pretrained else {}
         frozen = {"frozen": self._frozen.names(walk.parameters)}
         module = module_state.read(walk, self._varying)
@@ -189,6 +190,7 @@ class TorchTrainingState:
             for name, parameter in view.parameters.items():
                 unsliced = entry.get("unsliced", {}).get(name, {})
                 write_state(optimizer, parameter, entry["scalars"].get(name, {}), unsliced)
+            write_zeros(view.parameters[name] for name in entry.get("zeroed", ()) if name in view.parameters)
 
     def advance_counts(self, missed: Mapping[str, int]) -> None:
         """See ``optimizer_state.advance_counts``."""

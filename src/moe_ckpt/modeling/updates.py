@@ -6,6 +6,7 @@ from typing import Any
 
 from torch.optim import Optimizer
 
+from moe_ckpt.modeling.optimizer_state import note_gradients
 from moe_ckpt.modeling.routing import counts_on_host
 from moe_ckpt.run.agreement import Deferred, Updated
 
@@ -23,6 +24,7 @@ class Updates:
         A ``GradScaler`` does not call ``step`` of an ordinary optimizer if gradients overflowed. A fused optimizer gets
         the tensor that tells, and skips the update by itself, on the device.
         """
+        note_gradients(optimizer)
         found_inf: Any = getattr(optimizer, "found_inf", None)
         if found_inf is None:
             self._made += 1

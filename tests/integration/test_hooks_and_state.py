@@ -9,7 +9,7 @@ from pathlib import Path
 import lightning.pytorch as pl
 import pytest
 import torch
-from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging
+from lightning.pytorch.callbacks import EarlyStopping, EMAWeightAveraging, StochasticWeightAveraging
 
 from moe_ckpt.callbacks import MoECheckpoint, MoECheckpointIO
 from moe_ckpt.errors import ConfigError
@@ -275,3 +275,14 @@ def test_a_stop_says_what_is_saved(tmp_path, caplog, policy, said):
 def test_the_checkpoint_of_step_0_is_one_at_a_stop(tmp_path, caplog):
     fit(tmp_path, seeded(), MoEvement(window=5), stop=3)
     assert "training stopped at step 3. The newest checkpoint is of step 0: 3 steps will" in caplog.text
+
+
+def test_a_finished_run_of_averaged_weights_and_batch_norms_is_started_again(tmp_path):
+    """In its last epoch, that of the batch norms, Lightning's callback keeps what it asks for at the end."""
+    ends = []
+    for _ in range(2):
+        module = seeded()
+        averaging = StochasticWeightAveraging(swa_lrs=0.01, swa_epoch_start=1, annealing_epochs=1)
+        fit(tmp_path, module, Dense(1), callbacks=[averaging], max_steps=-1, max_epochs=2)
+        ends.append({name: value.clone() for name, value in module.state_dict().items()})
+    assert same(*ends) == []

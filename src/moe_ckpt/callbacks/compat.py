@@ -53,6 +53,8 @@ ATTRIBUTES: Mapping[type, tuple[str, ...]] = {
     ModelParallelStrategy: ("_device_mesh",),
 }
 """Class -> attributes and methods of its instances."""
+ACCUMULATED_BEFORE = "_accumulate_grad_batches"
+"""Attribute of ``StochasticWeightAveraging``, which has it from the beginning of its epoch for batch norms."""
 NAMES: Mapping[str, str] = {name.removeprefix("_"): name for names in ATTRIBUTES.values() for name in names}
 
 

@@ -19,7 +19,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.amp import GradScaler
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from moe_ckpt.callbacks.compat import NAMES, Private
+from moe_ckpt.callbacks.compat import ACCUMULATED_BEFORE, NAMES, Private
 from moe_ckpt.callbacks.loop_position import interrupted_progress
 from moe_ckpt.driver.host import loading_state, require_framework
 from moe_ckpt.errors import UnencodableStateError
@@ -282,7 +282,11 @@ def _restore_averaging(trainer: Any) -> None:
     resumes midway. Called after callbacks, loops and optimizers are restored, and before schedulers are.
     """
     for callback in trainer.callbacks:
-        if not isinstance(callback, StochasticWeightAveraging) or Private(callback).scheduler_state is None:
+        if not isinstance(callback, StochasticWeightAveraging):
+            continue
+        if trainer.current_epoch > callback.swa_end:  # its epoch for batch norms, at whose end it reads this
+            setattr(callback, ACCUMULATED_BEFORE, trainer.accumulate_grad_batches)
+        if Private(callback).scheduler_state is None:
             continue
         # The stored state is of the callback's scheduler; the run's own scheduler must not get it.
         Private(callback).clear_schedulers(trainer)

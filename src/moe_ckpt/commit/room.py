@@ -1,4 +1,4 @@
-"""Finds host memory for the next snapshot. If there is none, it waits, or gives up what is only kept for a failure."""
+"""Finds host memory for the next snapshot: waits if there is none, or drops a snapshot that is kept for recovery."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Room:
     Args:
         run: The session's context.
         tier: Lends the buffers, and keeps snapshots in them.
-        first: The thread that takes each snapshot first.
+        first: The background thread that gets each snapshot first: it seals it, or writes it without memory.
         persister: The thread that writes to storage.
 
     Attributes:
@@ -62,7 +62,7 @@ class Room:
         self._asked: Future[list[Buffer] | None] | None = None
         self._last_nbytes = self._partial_nbytes = self._most_nbytes = 0
         self._window_size = 1
-        self._snapshots = self._next_nbytes = self._usual_nbytes = self._two_nbytes = 0
+        self._snapshot_count = self._next_nbytes = self._usual_nbytes = self._two_nbytes = 0
         self._first_nbytes: Callable[[], int] = lambda: 0  # about how many bytes the first snapshot has; 0 if unknown
         self._has_begun = self._is_topping_up = self._gave_up = self._said = False
         self.trouble = ""
@@ -142,8 +142,8 @@ class Room:
             contents: Of the snapshot.
             sizes: Bytes of each buffer (``BufferPool.take``).
             patience_secs: Longest wait.
-            last: See ``MemoryTier.drop``.
-            waits: It also waits for memory that is being made, however long that takes.
+            last: The snapshot is the run's last one, for which memory drops more (``MemoryTier.drop``).
+            waits: It also waits for memory that is being made.
             skips: The ranks agree whether the snapshot begins: it is in ``trouble`` if only storage could make room.
             starts: The run has just started, so that a lack of room raises an error instead of leaving checkpoints out.
 
@@ -256,11 +256,11 @@ class Room:
         # The first snapshot is full, whatever the policy. If the second is full too, all are. Private memory keeps a
         # full one only while nothing else needs the room, so that no third is made ahead of time.
         again = self._tier.outlives_process and not self._partial_nbytes
-        again = again and (self._snapshots > 0 or self._always_whole)
-        self._snapshots += 1
+        again = again and (self._snapshot_count > 0 or self._always_whole)
+        self._snapshot_count += 1
         if partial or again or self._always_whole or self._window_size > 1:
             self._next_nbytes = max(nbytes, self._next_nbytes if partial else 0)
-        more = again and self._snapshots == 2  # ``early`` may have found too little room for it
+        more = again and self._snapshot_count == 2  # memory made early may have found too little room
         if partial or again:
             more |= nbytes > self._usual_nbytes
             self._usual_nbytes = max(nbytes, self._usual_nbytes)
@@ -271,10 +271,12 @@ class Room:
 
     def _make_ahead(self) -> bool:
         """Makes memory for one of the next snapshots; returns False if there is enough. On the making thread."""
-        is_first, more = not self._snapshots, False
+        is_first, more = not self._snapshot_count, False
         # As many as there are when the first snapshot is given back, and later as many as a steady run has.
         count = 1 + self._always_whole if is_first else self._buffers + self._tier.retained_count
-        early = is_first or (self._tier.outlives_process and self._snapshots == 1)  # from the second one on it is due
+        early = is_first or (
+            self._tier.outlives_process and self._snapshot_count == 1
+        )  # from the second one on it is due
         try:
             nbytes = self._first_nbytes() if is_first else self._usual_nbytes  # a rank that saves nothing needs no room
             more = nbytes > 0 and self._pool.make_ahead(nbytes, count, early=early)

@@ -1,9 +1,9 @@
 """Decides which rank reads the bytes of a checkpoint that several ranks need, and how they get to the others. Pure.
 
-Ranks that hold the same tensors (all under data parallelism; under Megatron those that share weights or experts) need
-the same bytes. One of them reads a slice on storage; bytes in another node's memory are sent by their holder. Bytes go
-to every other node once, since the network between nodes is the slowest link; inside of a node they go from memory to
-memory.
+Ranks that hold the same tensors (under data parallelism all ranks, under Megatron those that share weights or experts)
+need the same bytes. From storage, one of them reads a slice and passes it on; from another node's memory, the holder
+sends it. Bytes go to every other node once, since the network between nodes is the slowest link; inside of a node they
+go from memory to memory.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 TEAM = 1024
-"""How many ranks divide the reading at most. With more, the messages are so small that reading is quicker."""
+"""The most ranks that divide the reading. With more, messages are so small that it is quicker if each team reads."""
 
 Flags = npt.NDArray[np.bool_]
 
@@ -49,21 +49,23 @@ class Route(NamedTuple):
     onward: tuple[Hop, ...]
 
 
-def route_of(source: int, ranks: Iterable[int], nodes: Sequence[str], relay: Callable[[list[int]], int]) -> Route:
+def route_of(
+    source: int, ranks: Iterable[int], nodes: Sequence[str], choose_relay: Callable[[list[int]], int]
+) -> Route:
     """Returns the route of bytes from ``source`` to the others of ``ranks``. The same on every rank.
 
     Args:
         source: The rank that has the bytes, or reads them.
         ranks: The ranks that need them.
         nodes: The node of each rank of the run.
-        relay: Chooses, of the ranks of one node that need the bytes, the one that gets them from ``source``.
+        choose_relay: Chooses, of the ranks of one node that need the bytes, the one that gets them from ``source``.
     """
     by_node: dict[str, list[int]] = {}
     for rank in ranks:
         if rank != source:
             by_node.setdefault(nodes[rank], []).append(rank)
     near = by_node.pop(nodes[source], [])
-    relays = {node: relay(members) for node, members in by_node.items()}
+    relays = {node: choose_relay(members) for node, members in by_node.items()}
     onward = ((relays[node], rank) for node, members in by_node.items() for rank in members if rank != relays[node])
     return Route(tuple((source, rank) for rank in (*near, *relays.values())), tuple(onward))
 
@@ -83,12 +85,13 @@ def anything_shared(needs: Sequence[Flags]) -> bool:
 
 
 def groups_of(rank: int, needs: Sequence[Flags]) -> list[Group]:
-    """Returns the groups of several ranks that ``rank`` is in, in an order that is the same on every rank.
+    """Returns the groups, of two or more ranks, that ``rank`` is in, in an order that is the same on every rank.
 
     Args:
         rank: The rank.
         needs: For each rank ``[slices]``, whether it needs each slice.
     """
+    # First ranks with equal needs are joined, then slices that equal sets of ranks need.
     mine = np.flatnonzero(needs[rank])
     alike: dict[bytes, list[int]] = {}
     for other, flags in enumerate(needs):

@@ -1,4 +1,4 @@
-"""Updates a run's ledger with the agreements of the ranks, and with the ends of snapshots."""
+"""Once per step, exchanges the ranks' status, and books which snapshots are complete in memory or committed now."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from moe_ckpt.tiers.memory_tier import MemoryTier
 
 log = logging.getLogger("moe_ckpt")
 
-Booked = Callable[[InFlight, bool], None]
-"""Called with each snapshot that was booked as ended, and whether it was committed."""
+OnEnd = Callable[[InFlight, bool], None]
+"""Called with each snapshot of whose end all ranks know, and whether it was committed."""
 
 
 class Bookkeeper:
@@ -35,34 +35,34 @@ class Bookkeeper:
         catalog: Of the model.
         comm: The ranks.
         settings: The user's.
-        booked: See ``Booked``.
-        logs_for_peers: Gradients are logged for peers: a step that a peer lacks breaks the log.
+        on_end: See ``OnEnd``.
+        logs_for_peers: Gradients are logged for peers. If a peer misses one step, later gradients are of no use to it.
 
     Attributes:
         run_ledger: Equal on every rank between two calls.
         meter: Measures on this rank.
         failures: Counts checkpoints that failed.
         agreement: Of the ranks on each step.
-        consensus: The newest that was received.
+        consensus: The newest that was received, without its events (snapshots that ended), which are booked once.
         committed_directory: Of the newest checkpoint; None before the first.
         sent_step: The step of the newest ``send``.
         applied: ``[L, E]`` tokens that experts have processed by the end of ``sent_step``, once the ranks have agreed.
     """
 
     def __init__(
-        self, catalog: Catalog, comm: Communicator, settings: Settings, booked: Booked, *, logs_for_peers: bool = False
+        self, catalog: Catalog, comm: Communicator, settings: Settings, on_end: OnEnd, *, logs_for_peers: bool = False
     ) -> None:
         self.run_ledger = RunLedger(catalog, outlives_process=settings.memory is not None)
         self.meter = Meter()
         self.failures = FailureCount()
         self.committed_directory: str | None = None
         self.agreement = StepAgreement(comm)
-        self._booked = booked
+        self._on_end = on_end
         self._logs_for_peers, self._leads = logs_for_peers, comm.rank == 0
         self._max_in_flight = settings.max_in_flight
         self.consensus = StepConsensus()
         self._newest_ended = -1
-        self._upcoming: Future[Counts] = Future()
+        self._tokens_of_next_step: Future[Counts] = Future()
         self.sent_step = -1
         self.applied: Future[Counts] = Future()
 
@@ -75,11 +75,11 @@ class Bookkeeper:
         """Returns ``[L, E]`` tokens that experts have processed by the end of the step, for a snapshot that begins now.
 
         Args:
-            step_is_agreed: ``receive`` was called for the step, or there is no step to agree on. Else the tokens come
-                when the ranks have agreed on the step, even before ``receive`` is called.
+            step_is_agreed: ``receive`` was called for the step, or training has not begun. Else the tokens come when
+                the ranks have agreed on the step, even before ``receive`` is called.
         """
         if not step_is_agreed:
-            return self._upcoming
+            return self._tokens_of_next_step
         tokens: Future[Counts] = Future()
         tokens.set_result(self.run_ledger.tokens.applied.copy())
         return tokens
@@ -93,7 +93,7 @@ class Bookkeeper:
             pipeline: Of the session.
             edited: See ``StepConsensus``; of this rank.
         """
-        before = self.run_ledger.tokens.applied.copy()
+        applied_before = self.run_ledger.tokens.applied.copy()
         persister, memory, room = pipeline.persister, pipeline.memory, pipeline.room
         ended, outlives, newest = persister.fates(self._newest_ended), memory is not None, self.committed_directory
         if ended:
@@ -103,7 +103,7 @@ class Bookkeeper:
             self.meter.send_bytes_per_sec = sent or self.meter.send_bytes_per_sec
         status = StepConsensus(
             busy=room.is_short,
-            # Then memory takes the next snapshot, and storage does not.
+            # If so, memory takes the next snapshot, and storage does not.
             storage_busy=persister.in_flight >= self._max_in_flight,
             copies_behind=room.copies_behind,
             used_up=outlives and room.is_used_up,
@@ -117,13 +117,14 @@ class Bookkeeper:
             measured=self.meter.measured(),
             in_memory=() if memory is None else memory.reports(),
         )
-        agreed, total, self._upcoming = self.agreement.send(step, tokens, status), self._upcoming, Future()
+        agreed = self.agreement.send(step, tokens, status)
+        total, self._tokens_of_next_step = self._tokens_of_next_step, Future()
 
-        def deliver(reduced: Future[tuple[Counts, Counts]]) -> None:
+        def deliver(agreement: Future[tuple[Counts, Counts]]) -> None:
             """On the thread that agrees."""
-            error = reduced.exception()
+            error = agreement.exception()
             if error is None:
-                total.set_result(before + tokens.result().split(reduced.result()[0]).applied)
+                total.set_result(applied_before + tokens.result().split(agreement.result()[0]).applied)
             else:
                 total.set_exception(error)
 
@@ -132,7 +133,7 @@ class Bookkeeper:
 
     def give_up(self) -> None:
         """Ends the wait of a snapshot for the tokens of a step that was never sent, because training failed."""
-        upcoming, self._upcoming = self._upcoming, Future()
+        upcoming, self._tokens_of_next_step = self._tokens_of_next_step, Future()
         cause = "training failed before the ranks agreed on its tokens"
         upcoming.set_exception(SaveFailedError(self.run_ledger.last_step or 0, (cause,)))
 
@@ -164,9 +165,16 @@ class Bookkeeper:
             self.consensus = replace(consensus, ended=(), in_memory=(), gone=False)
         return self.consensus
 
-    def settle(self, memory: MemoryTier, reduced: Sequence[int]) -> None:
-        """Books the agreement on ``memory.reports()``; no other one on that may be under way."""
-        for settled in memory.settle(reduced):
+    def settle(self, memory: MemoryTier, maxima: Sequence[int]) -> None:
+        """Books which snapshots are complete in memory, by ``memory.reports()`` of all ranks.
+
+        Must not be called while another exchange of these reports is under way.
+
+        Args:
+            memory: This rank's.
+            maxima: The maximum over ranks of each report.
+        """
+        for settled in memory.settle(maxima):
             self.run_ledger.in_memory(settled.number, complete=settled.complete, copied=settled.copied)
             if settled.complete and (settled.copied or not self._logs_for_peers):
                 continue
@@ -179,6 +187,7 @@ class Bookkeeper:
                 )
 
     def _forget(self) -> None:
+        """Notes that storage lost files: nothing there may be built upon, so that the next checkpoint is complete."""
         self.run_ledger.forget()
         self.committed_directory = None
 
@@ -187,5 +196,5 @@ class Bookkeeper:
         snapshot = self.run_ledger.resolved(number, committed=committed)
         if committed and snapshot.contents.is_checkpoint:
             self.committed_directory = step_dir(snapshot.step, snapshot.identity.generation)
-        self._booked(snapshot, committed)
+        self._on_end(snapshot, committed)
         return snapshot

@@ -14,7 +14,7 @@ examples:
   moe-ckpt export runs/x/step_00000120 --to safetensors -o weights   the model's weights
   moe-ckpt export runs/x --to hf -o model                            the same for from_pretrained, or an error
   moe-ckpt export runs/x --to hf --config Qwen3-30B-A3B -o model     the same of a Megatron run
-  moe-ckpt export runs/x --to lightning -o last.ckpt                 newest step of a store, for Trainer(ckpt_path=)
+  moe-ckpt export runs/x --to lightning -o last.ckpt                 newest step of a store, for fit(ckpt_path=)
   moe-ckpt export runs/x --directory /dev/shm --to safetensors       newest step that an ended run left in memory
 
 an existing output is never overwritten; exit code: 0 written, 1 the checkpoint is damaged, 2 not written

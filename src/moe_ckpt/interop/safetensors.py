@@ -246,7 +246,7 @@ def write_for_hub(
     if config is None:
         raise ConfigError(
             "--to hf needs to know which model on the hub a checkpoint of Megatron is: give the directory of its "
-            "config.json, --config DIRECTORY (huggingface-cli download NAME config.json --local-dir DIRECTORY)"
+            "config.json, --config DIRECTORY (hf download NAME config.json --local-dir DIRECTORY)"
         )
     path = Path(config) / CONFIG_NAME if Path(config).is_dir() else Path(config)
     content = _read_json(path)

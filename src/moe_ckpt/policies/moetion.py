@@ -79,10 +79,11 @@ class MoEtion(NamedPolicy):
 
     As in MoC, the other experts are taken from the checkpoint that saved them last, lost tokens are counted, and the
     first checkpoint of a run is dense. At least one expert per layer (on average) is always saved, even beyond the
-    budget, so that each expert gets its turn; also while rates are not known, after a start or a restart, so that the
-    first checkpoints measure them. An expert that was not saved for ``STALE_ROUNDS`` rounds comes first: otherwise the
-    file with its last copy could never be deleted, and weight decay also changes experts without tokens. Such experts
-    get at most half of a checkpoint, because many become overdue at once.
+    budget, so that each expert gets its turn; also while rates are not known, at a run's start or after a restart on
+    another number of ranks, so that the first checkpoints measure them. An expert that was not saved for
+    ``STALE_ROUNDS`` rounds comes first: otherwise the file with its last copy could never be deleted, and weight decay
+    also changes experts without tokens. Such experts get at most half of a checkpoint, because many become overdue at
+    once.
 
     Experts that are stale after a recovery get more tokens until they have made up for the lost ones
     (``boost.layer``).

@@ -119,12 +119,21 @@ def groups_of(optimizers: Iterable[Any]) -> list[Groups]:
 
 
 def optimizer_changes(before: Sequence[Groups], now: Sequence[Groups]) -> Iterator[Change]:
-    """Yields each change of an optimizer once, even if several groups have it, or a scheduler as ``initial_lr``."""
+    """Yields each change of an optimizer once, even if several groups have it, or a scheduler as ``initial_lr``.
+
+    If only one of the two has a scheduler, ``initial_lr`` keeps its name: the learning rate is set in both.
+    """
     for number, (old, new) in enumerate(zip(before, now, strict=False)):
         name = f"optimizer {number} " if len(now) > 1 else "optimizer "
         pairs = zip(old, new, strict=False)
         changes = (change for pair in pairs for change in changes_between(name, *pair, from_checkpoint=True))
-        yield from dict.fromkeys(replace(change, where=change.where.replace("initial_lr", "lr")) for change in changes)
+        yield from dict.fromkeys(map(_as_rate, changes))
+
+
+def _as_rate(change: Change) -> Change:
+    if _ABSENT in (change.before, change.now):
+        return change
+    return replace(change, where=change.where.replace("initial_lr", "lr"))
 
 
 def schedules_of(target: Any) -> list[str]:

@@ -44,10 +44,10 @@ class RecoverableDistributedSampler(DistributedSampler[int]):
     the last batch is smaller, on all ranks alike. ``DataLoader(drop_last=True)`` leaves that one out, and its samples.
 
     The position counts samples that were trained on, not those that workers have fetched ahead. What workers draw at
-    random (augmentation) is not resumed; with ``num_workers=0`` it belongs to the process's RNG, and is. Use an
-    ordinary ``DataLoader``: torchdata's ``StatefulDataLoader`` takes the state of a sampler for what was fetched. Give
-    the sampler as ``sampler=``: Lightning does not look into a ``batch_sampler=``, and with several ranks replaces it
-    (unless ``Trainer(use_distributed_sampler=False)``).
+    random (augmentation) is not resumed; with ``num_workers=0`` it belongs to the process's RNG, and is. Outside of
+    Lightning use an ordinary ``DataLoader``: torchdata's ``StatefulDataLoader`` takes the state of a sampler for what
+    was fetched. Give the sampler as ``sampler=``: Lightning does not look into a ``batch_sampler=``, and with several
+    ranks replaces it (unless ``Trainer(use_distributed_sampler=False)``).
 
     Source: the recoverable sampler of MoC-System (ASPLOS '25), extended to other numbers of ranks.
 

@@ -286,3 +286,22 @@ def test_a_finished_run_of_averaged_weights_and_batch_norms_is_started_again(tmp
         fit(tmp_path, module, Dense(1), callbacks=[averaging], max_steps=-1, max_epochs=2)
         ends.append({name: value.clone() for name, value in module.state_dict().items()})
     assert same(*ends) == []
+
+
+class StopsAtTheEnd(pl.Callback):
+    def on_train_epoch_end(self, trainer, *_):
+        if trainer.global_step == 14:
+            raise Stopped
+
+
+def test_a_run_that_was_stopped_after_its_last_step_ends_with_the_averaged_weights(tmp_path):
+    """Lightning, which has nothing left to train then, calls no hook of the end."""
+    ends = []
+    for store, more in (("whole", []), ("stopped", [StopsAtTheEnd()]), ("stopped", []), ("stopped", [])):
+        module = seeded()
+        averaging = EMAWeightAveraging(decay=0.5)
+        fit(tmp_path / store, module, Dense(1), stop=99, callbacks=[averaging, *more])
+        ends.append({name: value.clone() for name, value in module.state_dict().items()})
+    whole, stopped, again, finished = ends
+    assert same(whole, stopped) != []
+    assert same(whole, again) == same(whole, finished) == []

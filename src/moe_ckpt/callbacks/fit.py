@@ -13,7 +13,7 @@ import lightning.pytorch as pl
 
 from moe_ckpt.callbacks.compat import NAMES
 from moe_ckpt.callbacks.data_position import DataPosition, LoaderWatch
-from moe_ckpt.callbacks.host import LightningHost, will_stop
+from moe_ckpt.callbacks.host import LightningHost, take_averages, will_stop
 from moe_ckpt.callbacks.lightning_state import restore_finetuning, validation_due
 from moe_ckpt.callbacks.loop_position import (
     end_complete_epoch,
@@ -369,6 +369,7 @@ class Fit(pl.Callback):
             return
         if read_finished(driver.storage, driver.comm, driver.restored.manifest) is None:
             self.finish()
+            take_averages(self.host.trainer)
 
     def close(self, grace_secs: float | None) -> None:
         """Releases threads, lock and hooks. Safe to call twice."""

@@ -322,12 +322,18 @@ def _leave(trainer: Any, finished: Finished) -> None:
     for callback in trainer.callbacks:
         if callback.state_key in finished.callbacks:
             callback.load_state_dict(dict(finished.callbacks[callback.state_key]))
-        if isinstance(callback, WeightAveraging) and Private(callback).average_model is not None:
-            callback.on_train_end(trainer, trainer.lightning_module)  # averaged weights are the run's result
+    take_averages(trainer)
     progress = trainer.fit_loop.epoch_progress
     progress.increment_processed()
     progress.increment_completed()
     trainer.should_stop = trainer.should_stop or finished.reason == "EarlyStopping"
+
+
+def take_averages(trainer: Any) -> None:
+    """Loads averaged weights, which are a run's result, into the model of a run that trains no more."""
+    for callback in trainer.callbacks:
+        if isinstance(callback, WeightAveraging) and Private(callback).average_model is not None:
+            callback.on_train_end(trainer, trainer.lightning_module)
 
 
 def will_stop(trainer: Any) -> bool:

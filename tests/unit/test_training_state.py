@@ -14,6 +14,7 @@ from moe_ckpt.format.shard import dtype_name
 from moe_ckpt.format.tree import decode_tree, encode_tree
 from moe_ckpt.modeling.discover import build_catalog
 from moe_ckpt.modeling.names import tied_aliases
+from moe_ckpt.modeling.optimizer_state import OptimizerView, note_gradients
 from moe_ckpt.modeling.training_state import TorchTrainingState
 from moe_ckpt.ports import TensorMeta
 from moe_ckpt.slices.assignment import operator_bytes
@@ -584,3 +585,19 @@ def test_counts_of_experts_that_came_back_older_go_on(kind):
                 assert torch.equal(found[key], states[4][name][key]), (name, key)
         if ages.get(name) == 3:  # it was passed over before and since: it goes on by the steps, no further
             assert found["step"] == then["step"] + 3 == 4
+
+
+@pytest.mark.parametrize(
+    ("gradient", "zeroed"),
+    [(torch.zeros(4), ["w"]), (torch.zeros(8)[:4], [])],
+    ids=["own memory", "DDP bucket"],
+)
+def test_gradients_are_set_to_zero_where_the_same_tensor_is_used_again(gradient, zeroed):
+    """But a view of DDP's bucket is the same tensor again also after it was set to None."""
+    weight = nn.Parameter(torch.ones(4))
+    optimizer = torch.optim.SGD([weight], 0.1)
+    for _ in range(3):
+        weight.grad = gradient
+        optimizer.step()
+        note_gradients(optimizer)
+    assert OptimizerView(0, optimizer, {id(weight): "w"}).zeroed() == zeroed

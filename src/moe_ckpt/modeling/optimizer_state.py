@@ -264,7 +264,9 @@ _LOOKED_AT = 64
 
 
 def _gradient(parameters: Iterable[torch.Tensor]) -> torch.Tensor | None:
-    return next((p.grad for p in islice(parameters, _LOOKED_AT) if p.grad is not None), None)
+    """Returns a gradient that has memory of its own. DDP's buckets, of which others are views, outlive a None."""
+    gradients = (p.grad for p in islice(parameters, _LOOKED_AT) if p.grad is not None)
+    return next((gradient for gradient in gradients if not gradient._is_view()), None)
 
 
 def note_gradients(optimizer: Optimizer) -> None:

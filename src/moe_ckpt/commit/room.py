@@ -60,9 +60,11 @@ class Room:
         self._takes_long = tier.outlives_process or run.settings.pinned  # else the copying thread makes the pages
         self._maker = WorkThread()
         self._asked: Future[list[Buffer] | None] | None = None
+        self._window_size, self._snapshot_count = 1, 0
+        # Bytes of the newest snapshot, of the largest partial one, and of the largest of all.
         self._last_nbytes = self._partial_nbytes = self._most_nbytes = 0
-        self._window_size = 1
-        self._snapshot_count = self._next_nbytes = self._usual_nbytes = self._two_nbytes = 0
+        # Bytes for which memory is made: the next snapshot, one of a steady run, and two checkpoints.
+        self._next_nbytes = self._usual_nbytes = self._two_nbytes = 0
         self._first_nbytes: Callable[[], int] = lambda: 0  # about how many bytes the first snapshot has; 0 if unknown
         self._has_begun = self._is_topping_up = self._gave_up = self._said = False
         self.trouble = ""

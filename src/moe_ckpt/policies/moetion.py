@@ -48,7 +48,7 @@ and a recovery repeats as many updates."""
 PROBED_CHECKPOINTS = 128
 """Most checkpoints with which a run probes. If the slowdown is not measured by then, it is assumed to be 0."""
 
-_Room = tuple[Stage, int, int | None]
+_Limit = tuple[Stage, int, int | None]
 """A stage, how many of its experts are saved, and how many of them any rank may own."""
 _Mask = npt.NDArray[np.bool_]
 """``[operators]`` in the catalog's order, or ``[experts]`` of a stage."""
@@ -208,12 +208,12 @@ class MoEtion(NamedPolicy):
             _Budget(context.copy_bytes(context.memory.budget_fraction)),
             self._sent(context),
         ]
-        rooms = self._rooms(context, budgets)
-        total = sum(most for _, most, _ in rooms)
+        by_stage = self._expert_limits(context, budgets)
+        total = sum(most for _, most, _ in by_stage)
         if total >= len(context.model.catalog.experts):
             return SnapshotPlan(context.run.step, context.model.catalog.everything, k=total // layers)
         forced = context.model.catalog.mask(context.run.missing)
-        stored = self._chosen(context, rooms, Tier.STORAGE, forced)
+        stored = self._chosen(context, by_stage, Tier.STORAGE, forced)
         return SnapshotPlan(context.run.step, context.model.catalog.ids_of(stored), k=total // layers)
 
     def _two_sets(self, context: PolicyContext) -> SnapshotPlan:
@@ -223,23 +223,25 @@ class MoEtion(NamedPolicy):
         local = _Budget(context.copy_bytes(context.memory.budget_fraction))
         to_peers, gradients = None, np.zeros_like(catalog.is_expert)
         if sent is not None:
-            rooms = self._rooms(context, [local, sent])
-            to_peers, gradients = self._parted(context, rooms, sent.sends)
-        rooms = self._rooms(context, [local])
-        here = self._chosen(context, rooms, Tier.HOST, to_peers)
+            by_stage = self._expert_limits(context, [local, sent])
+            to_peers, gradients = self._divided_for_peers(context, by_stage, sent.sends)
+        by_stage = self._expert_limits(context, [local])
+        here = self._chosen(context, by_stage, Tier.HOST, to_peers)
         first = here if to_peers is None else to_peers
         return SnapshotPlan(
             context.run.step,
             catalog.ids_of(first & ~gradients),
             gradients=catalog.ids_of(gradients) if gradients.any() else (),
             memory_only=catalog.ids_of(here & ~first),
-            k=sum(most for _, most, _ in rooms) // max(len(catalog.layers), 1),
+            k=sum(most for _, most, _ in by_stage) // max(len(catalog.layers), 1),
             sends_memory_only=False,
         )
 
-    def _parted(self, context: PolicyContext, rooms: Sequence[_Room], sends: Sends) -> tuple[_Mask, _Mask]:
+    def _divided_for_peers(
+        self, context: PolicyContext, by_stage: Sequence[_Limit], sends: Sends
+    ) -> tuple[_Mask, _Mask]:
         """Returns the operators that peers get, and those of them that are sent as gradients alone (Algorithm 3)."""
-        chosen = self._chosen(context, rooms, Tier.PEER)
+        chosen = self._chosen(context, by_stage, Tier.PEER)
         none = np.zeros_like(chosen)
         held = context.memory.anchored_at
         if not (self.recompute and sends.experts and len(held) == len(chosen)):
@@ -251,23 +253,23 @@ class MoEtion(NamedPolicy):
         behind = mirrored & (held < (context.run.last_step or 0))
         ending = behind & ~chosen
         if ending.any():  # experts that end a chain of gradients are sent in full, in the place of new ones
-            chosen = self._chosen(context, rooms, Tier.PEER, behind)
+            chosen = self._chosen(context, by_stage, Tier.PEER, behind)
         if self._is_probing(context):  # small checkpoints would end chains of gradients
             return chosen, none
         return chosen, chosen & mirrored & ~ending & (context.run.step - held <= MOST_GRADIENTS)
 
-    def _rooms(self, context: PolicyContext, budgets: Sequence[_Budget | None]) -> list[_Room]:
+    def _expert_limits(self, context: PolicyContext, budgets: Sequence[_Budget | None]) -> list[_Limit]:
         """Returns how many experts fit all budgets; for a small checkpoint that probes, only the least number."""
         limits = [budget if self.experts is None else _Budget(None) for budget in budgets if budget is not None]
         if self._is_probing(context) and is_small(self._number(context)):
             limits = [budget if budget.limit is None else budget._replace(limit=0) for budget in limits]
-        rooms = []
+        by_stage = []
         for stage in stages_of(context, weighed=any(budget.limit is not None for budget in limits)):
             least = len(stage.layers) * (self.experts or 1)
             fitting = [stage.most(budget.limit, least, budget.sends) for budget in limits]
             capacities = [capacity for _, capacity in fitting if capacity is not None]
-            rooms.append((stage, min(most for most, _ in fitting), min(capacities, default=None)))
-        return rooms
+            by_stage.append((stage, min(most for most, _ in fitting), min(capacities, default=None)))
+        return by_stage
 
     def _is_probing(self, context: PolicyContext) -> bool:
         measured = context.measured
@@ -278,12 +280,14 @@ class MoEtion(NamedPolicy):
         """Returns the number of the checkpoint that is due; those that stay in memory have no index."""
         return context.run.step // self.every_n_steps
 
-    def _chosen(self, context: PolicyContext, rooms: Sequence[_Room], tier: Tier, forced: _Mask | None = None) -> _Mask:
+    def _chosen(
+        self, context: PolicyContext, by_stage: Sequence[_Limit], tier: Tier, forced: _Mask | None = None
+    ) -> _Mask:
         """Returns ``[operators]`` True for gates, non-experts, and the experts that a tier gets.
 
         Args:
             context: Of this step.
-            rooms: How many experts each stage saves.
+            by_stage: How many experts each stage saves.
             tier: The tier whose unsaved tokens decide.
             forced: ``[operators]`` True for experts that are saved in any case.
         """
@@ -293,7 +297,7 @@ class MoEtion(NamedPolicy):
         unsaved, chosen_at = unsaved_of(context, tier).ravel(), chosen_at_of(context, tier).ravel()
         turn = context.run.index if tier is Tier.STORAGE else self._number(context)
         patience = self.stale_rounds * interval_steps(context, self.every_n_steps)
-        for stage, most, capacity in rooms:
+        for stage, most, capacity in by_stage:
             if most >= stage.total:
                 chosen[stage.operators] = True
                 continue

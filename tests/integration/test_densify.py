@@ -310,6 +310,7 @@ def test_what_it_needs(place, monkeypatch):  # noqa: F811
 SCRIPT = """
 import os, signal, torch, moe_ckpt
 from moe_ckpt.gradient_log.optimizers import Coupling, register
+from moe_ckpt.policies import GradientLog
 
 class Mine(torch.optim.AdamW):
     pass
@@ -319,7 +320,7 @@ if __name__ == "__main__":
     model = torch.nn.Linear(4, 4)
     optimizer = Mine(model.parameters())
     memory = moe_ckpt.Memory(directory=".", storage_every=100)
-    ckpt = moe_ckpt.attach(model, optimizer, policy=moe_ckpt.policies.GradientLog(), dirpath="store", memory=memory)
+    ckpt = moe_ckpt.attach(model, optimizer, policy=GradientLog(window=2), dirpath="store", memory=memory)
     ckpt.resume()
     for step in range(1, 6):
         model(torch.randn(2, 4)).sum().backward()

@@ -105,9 +105,9 @@ def test_what_nobody_could_know_to_keep_is_left_out_and_told(tmp_path, caplog):
 def test_a_stop_that_lightning_may_not_make_yet_saves_nothing_besides(tmp_path, monkeypatch):
     saved, real = [], CheckpointSession.save_complete
 
-    def counting(session, step, capture):
+    def counting(session, step, capture, **more):
         saved.append(step)
-        real(session, step, capture)
+        real(session, step, capture, **more)
 
     monkeypatch.setattr(CheckpointSession, "save_complete", counting)
     _, trainer, _ = train(tmp_path / "epochs", policy=Dense(100), beside=[Asks(2)], min_epochs=2)

@@ -17,6 +17,7 @@ from moe_ckpt.memory.arena import Buffer
 from moe_ckpt.memory.files import MemoryFiles
 from moe_ckpt.memory.limits import available_bytes, default_budget_bytes
 from moe_ckpt.memory.slot import Slot
+from moe_ckpt.policies import Dense
 from moe_ckpt.tiers.buffers import BufferPool, arena_limit
 from moe_ckpt.tiers.memory_tier import MemoryTier
 
@@ -168,7 +169,7 @@ def test_what_cannot_be_unsealed_stays_readable_and_is_never_written_to(tmp_path
 
 def tier_of(pool: BufferPool) -> MemoryTier:
     """Private memory of a run."""
-    run = SimpleNamespace(comm=SimpleNamespace(rank=0), model=None, catalog=None)
+    run = SimpleNamespace(comm=SimpleNamespace(rank=0), model=None, catalog=None, policy=Dense())
     return MemoryTier(run, "run", 0, "life", pool)
 
 

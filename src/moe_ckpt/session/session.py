@@ -391,11 +391,11 @@ class CheckpointSession:
             replica_saved_nbytes=0 if replicator is None else replicator.saved_bytes,
         )
 
-    def save_complete(self, step: int, capture: Capture) -> None:
-        """Begins a snapshot of everything, unless the newest one is that, and has not failed. Called before other
-        callbacks change the weights (averaging), and by ``finish``."""
+    def save_complete(self, step: int, capture: Capture, *, again: bool = True) -> None:
+        """Begins a snapshot of everything, unless the newest one is that, and, if ``again``, has not failed. Called
+        before other callbacks change the weights (averaging), and by ``finish``."""
         self._receive()
-        self._snapshots.save_complete(step, capture)
+        self._snapshots.save_complete(step, capture, again=again)
 
     def drain(self, step: int, *, last: bool = False) -> Sequence[Fate]:
         """Waits until no snapshot is copied or written any more. Returns the fates of those that ended, newest last.
@@ -437,7 +437,8 @@ class CheckpointSession:
         self._leave(self._run.settings.timeout_secs)
         self._receive()
         if save_last:
-            self.save_complete(step, capture)
+            # One that failed is not made again: by now a framework may have counted the epoch as done.
+            self.save_complete(step, capture, again=False)
         try:
             ended = self.drain(step, last=True)
         except SaveFailedError:

@@ -199,11 +199,17 @@ class Snapshotter:
             self.booking.run_ledger.give_up_window()
         return StepRecord(plan.step, skipped=True)
 
-    def save_complete(self, step: int, capture: Capture) -> None:
-        """Begins a snapshot of everything, unless the newest one is that, and has not failed. A collective."""
+    def save_complete(self, step: int, capture: Capture, *, again: bool) -> None:
+        """Begins a snapshot of everything, unless the newest one is that. A collective.
+
+        Args:
+            step: Optimizer steps done.
+            capture: Returns the plain state.
+            again: Also begin one if the newest one is that, and has failed.
+        """
         newest, everything = self.booking.run_ledger.newest, self._run.catalog.everything
         if newest is not None and newest.step == step:
-            if newest.contents.full == everything and not self._has_failed(newest):
+            if newest.contents.full == everything and not (again and self._has_failed(newest)):
                 return
             pipeline = self.pipeline
             pipeline.generation += 1  # another checkpoint of this step has the name already

@@ -422,7 +422,7 @@ def test_a_lease_is_renewed_while_its_holder_is_busy(url):
     lock._unregister()  # as if the other were another process
     for _ in range(8):
         time.sleep(0.25)
-        with pytest.raises(StoreInUseError, match="job-1|a moment earlier"):  # renewed before or while it is asked
+        with pytest.raises(StoreInUseError, match=r"job-1|a moment earlier"):  # renewed before or while it is asked
             StoreLock(open_storage(url), "job-2", ttl_secs=1.0).acquire()
     assert int(open_storage(url).list()[0][5:13]) > 2
     lock.release()

@@ -14,8 +14,10 @@ import pytest
 
 from moe_ckpt import newest_step
 from moe_ckpt.cli.main import main
+from moe_ckpt.errors import UnsupportedError
 from moe_ckpt.gradient_log import densify as densifying
 from moe_ckpt.gradient_log import replaying
+from moe_ckpt.gradient_log.optimizers import class_named
 from moe_ckpt.gradient_log.units import Device
 from moe_ckpt.ledger.retention import RetentionPolicy
 from moe_ckpt.reading.reader import StoreReader, check_checkpoint
@@ -343,6 +345,11 @@ def test_an_optimizer_of_the_users_script(tmp_path, monkeypatch, capsys):
     assert "optimizer class __main__.Mine is not registered" in capsys.readouterr().err
     assert main([*command, "--import", "script_of_a_user"]) == 0
     assert newest_step("store") == 5
+
+
+def test_an_optimizer_of_a_script_is_not_torchs_of_the_same_name():
+    with pytest.raises(UnsupportedError, match=r"__main__\.AdamW is not registered"):
+        class_named("__main__.AdamW")
 
 
 @pytest.mark.slow

@@ -276,9 +276,8 @@ class Room:
         is_first, more = not self._snapshot_count, False
         # As many as there are when the first snapshot is given back, and later as many as a steady run has.
         count = 1 + self._always_whole if is_first else self._buffers + self._tier.retained_count
-        early = is_first or (
-            self._tier.outlives_process and self._snapshot_count == 1
-        )  # from the second one on it is due
+        # From the second one on it is due.
+        early = is_first or (self._tier.outlives_process and self._snapshot_count == 1)
         try:
             nbytes = self._first_nbytes() if is_first else self._usual_nbytes  # a rank that saves nothing needs no room
             more = nbytes > 0 and self._pool.make_ahead(nbytes, count, early=early)

@@ -91,14 +91,15 @@ def register(kind: type[Optimizer], coupling: Coupling) -> None:
 def class_named(name: str) -> type[Optimizer]:
     """Returns the registered class of this ``class_name``. Nothing is imported by a name that was stored.
 
-    What a script called ``__main__``, whoever imports the script calls by its name.
+    A class of a script that ran as ``__main__`` is found in the script that was imported by its name. Modules of
+    packages, such as ``torch.optim``, are no such scripts, though they may have a class of the same name.
 
     Raises:
         UnsupportedError: No such class is registered.
     """
-    module, _, ending = name.partition("__main__")
+    module, _, qualified_name = name.partition(".")
     for kind in _COUPLINGS:
-        if class_name(kind) == name or (not module and class_name(kind).endswith(ending)):
+        if class_name(kind) == name or (module == "__main__" and class_name(kind).partition(".")[2] == qualified_name):
             return kind
     raise UnsupportedError(
         f"optimizer class {name} is not registered: call moe_ckpt.gradient_log.optimizers.register() first (moe-ckpt "

@@ -111,7 +111,9 @@ class RunProfile:
 
     @cached_property
     def _model(self) -> ProfiledModel:
-        return self._known(self.profile.model, "model", "train for some more steps, so that its tensors are weighed")
+        return self._require_measured(
+            self.profile.model, "model", "train for some more steps, so that its tensors are weighed"
+        )
 
     @cached_property
     def sizes(self) -> Mapping[str, OperatorBytes]:
@@ -167,7 +169,7 @@ class RunProfile:
         """
         life = self.life
         if restart_secs is None:
-            restart_secs = self._known(self.restarts.set_up_secs, "restart_secs", "give restart_secs")
+            restart_secs = self._require_measured(self.restarts.set_up_secs, "restart_secs", "give restart_secs")
         if others.get("pcie_bytes_per_sec") is None:
             others["pcie_bytes_per_sec"] = self._rate("copy_bytes_per_sec", "pcie_bytes_per_sec")
         if others.get("storage_bytes_per_sec") is None:
@@ -185,7 +187,7 @@ class RunProfile:
         return Cluster(**{**measured, "restart_secs": restart_secs, **others})
 
     def _rate(self, name: str, field: str) -> float:
-        return self._known(self.pace.newest(name), name, f"let a checkpoint be committed, or give {field}")
+        return self._require_measured(self.pace.newest(name), name, f"let a checkpoint be committed, or give {field}")
 
     def layout(self, cluster: Cluster | None = None, parallel: Parallel | None = None) -> ClusterLayout:
         """The run's own layout, or its model on another cluster."""
@@ -206,7 +208,7 @@ class RunProfile:
         skewness = self.pace.newest("skewness")
         return ExpertLoad() if skewness is None else ExpertLoad(min(skewness, _MOST_SKEWED))
 
-    def _known(self, value: _T | None, name: str, remedy: str) -> _T:
+    def _require_measured(self, value: _T | None, name: str, remedy: str) -> _T:
         if value is None:
             raise ConfigError(f"the profile {self.path} does not tell {name}: {remedy}")
         return value
